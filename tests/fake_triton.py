@@ -67,17 +67,23 @@ class FakeDriver:
 def without_gpu() -> Iterator[list[tuple]]:
     """Yields the list of launches."""
     _forget_launches()
+    unaligned = {id(param): param.do_not_specialize_on_alignment for kernel in _kernels() for param in kernel.params}
     driver.set_active(FakeDriver())
     try:
         yield FakeStub.seen
     finally:
         _forget_launches()
+        for param in [param for kernel in _kernels() for param in kernel.params]:
+            param.do_not_specialize_on_alignment = unaligned.get(id(param), False)
         driver._active = None
+
+
+def _kernels() -> list[Any]:
+    return launch.kernels_of([module for name, module in list(sys.modules.items()) if name.startswith("quire.")])
 
 
 def _forget_launches() -> None:
     FakeStub.seen.clear()
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("quire.")]
-    for kernel in launch.kernels_of(modules):
+    for kernel in _kernels():
         kernel.device_caches.clear()
         vars(kernel).pop("run", None)

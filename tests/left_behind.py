@@ -12,15 +12,17 @@ import builtins
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -33,10 +35,15 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 OURS = ("quire", "vllm")
 TABLES = frozenset(("quire.config.outside", "quire.base.plugins"))  # filled by those who register something
 NEW_IS_FINE = frozenset(
-    ("names of", "module", "logger", "torch", "kernels", "table")
+    ("names of", "module", "logger", "torch", "kernels", "table", "kernel", "triton")
 )  # with a module that is now imported
-PATCHED_OFTEN: tuple[Any, ...] = (time, os, socket, builtins, threading, asyncio)
+PATCHED_OFTEN: tuple[Any, ...] = (time, os, socket, builtins, threading, asyncio, subprocess, shutil)
+# Of these, functions alone: other names are theirs to change.
+FUNCTIONS_PATCHED_OFTEN = ("torch", "torch.cuda", "torch.nn.functional")
+LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "xgrammar", "llguidance",
+             "outlines", "openai", "httpx", "uvicorn", "uvloop")  # fmt: skip
 ABSENT = object()
+FUNCTIONS = (FunctionType, BuiltinFunctionType)
 OUR_VARIABLES = ("QUIRE_", "VLLM_", "HF_", "OPENAI_", "OTEL_")
 OUR_FOLDERS = (tempfile.gettempdir(), str(Path(__file__).parent))
 PYDANTIC = "__pydantic_"  # names of a class that it fills in at first use
@@ -60,6 +67,7 @@ def state_of_process() -> State:
         **_loggers(),
         **_torch(),
         **_kernels(),
+        **_triton(),
         **_modules(),
     }
 
@@ -99,6 +107,9 @@ def _torch() -> State:
         ("torch", "default dtype"): torch.get_default_dtype(),
         ("torch", "default device"): torch.get_default_device(),
         ("torch", "deterministic algorithms"): torch.are_deterministic_algorithms_enabled(),
+        ("torch", "only warns of others"): torch.is_deterministic_algorithms_warn_only_enabled(),
+        ("torch", "autocast"): torch.is_autocast_enabled("cpu"),
+        ("torch", "anomalies"): torch.is_anomaly_enabled(),
         ("torch", "precision of matmul"): torch.get_float32_matmul_precision(),
         ("torch", "gradients"): torch.is_grad_enabled(),
         ("torch", "inference mode"): torch.is_inference_mode_enabled(),
@@ -115,7 +126,12 @@ def _modules() -> State:
                 found |= _names(module) | _plugins(module)
     for module in PATCHED_OFTEN:
         found |= _names(module)
-    return found
+    for name in FUNCTIONS_PATCHED_OFTEN:
+        if (module := sys.modules.get(name)) is not None:
+            found["names of", name] = {
+                key: one for key, one in list(vars(module).items()) if key[0] != "_" and isinstance(one, FUNCTIONS)
+            }
+    return found | {("module", name): sys.modules[name] for name in LIBRARIES if name in sys.modules}
 
 
 def _plugins(module: ModuleType) -> State:
@@ -139,6 +155,21 @@ def _kernels() -> State:
     native = sys.modules.get("quire.ops.cpu.native")
     library = native and native.kernels()
     return {("kernels", "instruction set"): library.qc_isa()} if library else {}
+
+
+def _triton() -> State:
+    """The driver, and of each of our kernels what `launch.install` changes in it. With a GPU an engine changes both."""
+    launch, runtime = sys.modules.get("quire.ops.triton.launch"), sys.modules.get("triton.runtime.driver")
+    if launch is None or runtime is None or not hasattr(launch, "kernels_of"):  # or not imported to its end
+        return {}
+    if sys.modules["torch"].cuda.is_available():
+        return {}
+    found: State = {("triton", "driver"): vars(runtime.driver).get("_active")}
+    for name in [name for name in sys.modules if name.startswith("quire.ops.triton.")]:
+        for kernel in launch.kernels_of([sys.modules[name]]):
+            aligned = tuple(bool(param.do_not_specialize_on_alignment) for param in kernel.params)
+            found["kernel", f"{name}.{kernel.__name__}"] = (vars(kernel).get("run"), *aligned)
+    return found
 
 
 def _names(module: ModuleType) -> State:

@@ -57,7 +57,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> str:
     shutil.copytree(COMPAT, copy / "compat", ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
     code = "from setuptools.build_meta import prepare_metadata_for_build_wheel as made; made('made')"
     (copy / "compat" / "made").mkdir()
-    subprocess.run([sys.executable, "-c", code], cwd=copy / "compat", check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], cwd=copy / "compat", check=True, capture_output=True, timeout=300)
     return str(copy / "compat" / "made")
 
 

@@ -78,12 +78,12 @@ def test_logger_says_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_import_vllm_is_light() -> None:
     code = "import sys, vllm, vllm.engine.arg_utils; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "[]\n"
 
 
 def test_modules_that_are_started() -> None:
     for module, word in (("vllm.entrypoints.openai.api_server", "serve"), ("vllm.entrypoints.openai.run_batch", "-i")):
-        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and word in done.stdout, done.stderr
 
 
@@ -118,7 +118,7 @@ def test_interfaces_that_programs_call() -> None:
 
 
 def test_the_command_is_quires() -> None:
-    done = subprocess.run([Path(sys.executable).parent / "vllm"], capture_output=True, text=True)
+    done = subprocess.run([Path(sys.executable).parent / "vllm"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "collect-env" in done.stdout
 
 

@@ -16,8 +16,6 @@ from tests.engine.lora_answers import PROMPT, check_like, start
 from tests.tiny_adapters import TinyAdapter, linear_modules, merge, write_adapter, write_stacked
 from tests.tiny_models import make_tiny, tiny_model
 
-peft = pytest.importorskip("peft")
-
 LINEAR: dict[str, Any] = {"target_modules": "all-linear"}
 BOTH_ENDS: dict[str, Any] = {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -49,7 +47,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def wrapped(arch: str, folder: Path, options: dict[str, Any]) -> Any:
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    """Imported by the process that runs this file, and by no other that collects it: it takes seconds."""
+    return pytest.importorskip("peft")
+
+
+def wrapped(peft: Any, arch: str, folder: Path, options: dict[str, Any]) -> Any:
     """PEFT around the model, with an adapter of random numbers, which is written to the folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -67,15 +71,15 @@ def wrapped(arch: str, folder: Path, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_peft_writes_and_computes(name: str, tmp_path: Path) -> None:
+def test_what_peft_writes_and_computes(name: str, peft: Any, tmp_path: Path) -> None:
     arch, options = CASES[name]
     base = make_tiny(arch, tmp_path / "model")
-    expected = wrapped(arch, tmp_path / "adapter", options)
+    expected = wrapped(peft, arch, tmp_path / "adapter", options)
     with start(tmp_path / "model") as llm:
         check_like(llm, [base, expected], [str(tmp_path / "adapter")])
 
 
-def test_the_formula_of_merged_weights(tmp_path: Path) -> None:
+def test_the_formula_of_merged_weights(peft: Any, tmp_path: Path) -> None:
     """That of tests/tiny_adapters.py is what PEFT computes with the same files."""
 
     def check(arch: str, adapter: TinyAdapter) -> None:

@@ -435,7 +435,7 @@ def test_nothing_is_decoded_to_full_size(tmp_path):
     }  # fmt: skip
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURE), folder, "gptq", "bfloat16", small],
-        env=environment, capture_output=True, text=True,
+        env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     form, size, most = found.stdout.split()

@@ -302,7 +302,11 @@ def test_memory_stays_near_one_model(tmp_path, strategy, extra_tensors):
         save_file(part, tmp_path / f"model-0000{i + 1}-of-00002.safetensors")
         del part
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path), strategy], capture_output=True, text=True, check=True
+        [sys.executable, "-c", MEASURE, str(tmp_path), strategy],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     peak = int(done.stdout)
     assert 240e6 < peak < 240e6 + (extra_tensors + 0.5) * 40e6

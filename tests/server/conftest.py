@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire.ops.cpu.native import kernels
 from tests.server.live import Live, live, live_fake
 
 
@@ -17,8 +18,10 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def smol() -> Iterator[Live]:
-    """The embedded model, with everything a request may switch on; in float32, whose answers no batch changes."""
+    """The embedded model, with everything a request may switch on, in a form whose answers no batch changes: as it is
+    packed for the kernels (tests/engine/test_cpu_same_bits.py), or in float32, which takes four times as long."""
+    dtype = "auto" if kernels() is not None else "float32"
     options = {"trust_request_chat_template": True, "enable_prompt_tokens_details": True}
-    engine = {"max_model_len": 512, "served_model_name": "smol", "max_num_seqs": 16, "dtype": "float32"}
+    engine = {"max_model_len": 512, "served_model_name": "smol", "max_num_seqs": 16, "dtype": dtype}
     with live(engine=engine, **options) as server:
         yield server

@@ -179,7 +179,7 @@ def is_alive(server: Live) -> None:
     """The engine answers, is healthy, and nothing is left running."""
     answer = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 3})
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "abc", answer.text
-    assert httpx.get(server.url + "/health").status_code == 200
+    assert httpx.get(server.url + "/health", timeout=60).status_code == 200
     assert len(server.engine.front.outputs) == 0 and server.engine.is_running
 
 

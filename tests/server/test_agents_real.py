@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import anthropic
 import openai
 import pydantic
 import pytest
@@ -167,6 +166,8 @@ def test_responses_embedded(smol: Live) -> None:
 
 
 def messages_loop(server: Live, model: str, first_choice: Any, *, stream: bool) -> str:
+    import anthropic  # takes seconds, of every process that collects this file
+
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     tool = {"name": "get_weather", "description": "Weather.", "input_schema": PARAMETERS}
     messages: list[Any] = [{"role": "user", "content": ASKED}]

@@ -7,15 +7,17 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import httpx
 import pydantic
 import pytest
 
 from tests.server.live import Live, live_fake
 from tests.server.test_disconnect import running, send, wait_for
+
+if TYPE_CHECKING:  # tests import it themselves: it takes seconds, and every process collects this file
+    import anthropic
 
 ASKED: Any = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0}  # the client no longer has a name for it
@@ -28,6 +30,8 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def client(smol: Live) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=smol.url, api_key="none", max_retries=0)
 
 
@@ -83,6 +87,8 @@ def test_streamed_is_whole(client: anthropic.Anthropic) -> None:
 
 
 async def test_async(smol: Live) -> None:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=smol.url, api_key="none", max_retries=0) as client:
         given: Any = {"model": "smol", "max_tokens": 8, "extra_body": GREEDY}
 
@@ -143,6 +149,8 @@ def test_held_to_a_form(client: anthropic.Anthropic) -> None:
 
 
 def test_errors_in_the_client(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(model="nope", messages=ASKED, max_tokens=5)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
@@ -189,11 +197,13 @@ def test_whoever_refuses_the_form_is_anthropics(smol: Live) -> None:
     assert refused(smol, 404, "/v1/messages/batches")["type"] == "not_found_error"
     counting = smol.post("/v1/messages/count_tokens", {"messages": ASKED, "system": [{"type": "image"}]})
     assert counting.status_code == 400 and counting.json()["error"]["message"].startswith("system[0].type")
-    wrong = httpx.post(f"{smol.url}/v1/messages", content=b"{", headers={"content-type": "application/json"})
+    wrong = httpx.post(
+        f"{smol.url}/v1/messages", content=b"{", headers={"content-type": "application/json"}, timeout=60
+    )
     assert wrong.status_code == 400 and wrong.json()["error"]["type"] == "invalid_request_error"
-    plain = httpx.post(f"{smol.url}/v1/messages", content=b"{}", headers={"content-type": "text/plain"})
+    plain = httpx.post(f"{smol.url}/v1/messages", content=b"{}", headers={"content-type": "text/plain"}, timeout=60)
     assert plain.status_code == 415 and plain.json()["type"] == "error"
-    other = httpx.get(f"{smol.url}/v1/messages")
+    other = httpx.get(f"{smol.url}/v1/messages", timeout=60)
     assert other.status_code == 405 and other.json()["type"] == "error"
     assert "type" not in smol.post("/v1/chat/completions", {}).json()  # the others keep theirs
 
@@ -243,6 +253,8 @@ def test_thoughts_and_tools(scripted: Live) -> None:
 
 
 def test_thoughts_and_tools_streamed(scripted: Live) -> None:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=scripted.url, api_key="right", max_retries=0)
     with client.messages.stream(
         model="fake", messages=[{"role": "user", "content": ANSWER}], max_tokens=len(ANSWER) + 10, tools=[TOOL],
@@ -322,7 +334,7 @@ def test_overload_is_529(tmp_path: Path) -> None:
 
 
 def test_the_page(smol: Live) -> None:
-    page = httpx.get(f"{smol.url}/openapi.json").json()
+    page = httpx.get(f"{smol.url}/openapi.json", timeout=60).json()
     operation = page["paths"]["/v1/messages"]["post"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     wrong = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]

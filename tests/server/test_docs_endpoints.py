@@ -56,6 +56,6 @@ def test_the_program_runs(documented: Live, block: Block, capsys: pytest.Capture
 
 
 def test_the_page_names_every_route(documented: Live) -> None:
-    paths = httpx.get(documented.url + "/openapi.json").json()["paths"]
+    paths = httpx.get(documented.url + "/openapi.json", timeout=60).json()["paths"]
     missing = [path for path in paths if path.replace("{model}", "smol") not in PAGE]
     assert not missing

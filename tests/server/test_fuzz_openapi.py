@@ -23,7 +23,7 @@ def test_generated_requests(fake: Live) -> None:
 
 
 def test_the_page(fake: Live) -> None:
-    page = httpx.get(fake.url + "/openapi.json").json()
+    page = httpx.get(fake.url + "/openapi.json", timeout=60).json()
     for path in ("/v1/completions", "/v1/chat/completions"):
         operation = page["paths"][path]["post"]
         assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
@@ -52,7 +52,9 @@ def test_making_the_page_holds_up_nobody(fake: Live, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(app, "openapi", make)
 
     async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://server", timeout=60
+        ) as client:
             asked = [asyncio.create_task(client.get("/openapi.json")) for _ in range(3)]
             assert (await client.get("/version")).status_code == 200
             others_went_on.set()

@@ -71,7 +71,7 @@ def test_health_and_ping_and_options_do_not(server):
     assert (
         server.get("/health").status_code == server.get("/ping").status_code == server.post("/ping").status_code == 200
     )
-    assert httpx.options(f"{server.url}/v1/completions").status_code != 401
+    assert httpx.options(f"{server.url}/v1/completions", timeout=60).status_code != 401
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -114,9 +114,11 @@ def test_a_key_from_the_environment_and_open_metrics(tmp_path):
 
 def test_cors_names_the_sites(server):
     asked = {"Origin": SITE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    allowed = httpx.options(f"{server.url}/v1/completions", headers=asked)
+    allowed = httpx.options(f"{server.url}/v1/completions", headers=asked, timeout=60)
     assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == SITE
-    other = httpx.options(f"{server.url}/v1/completions", headers=asked | {"Origin": "https://other.example"})
+    other = httpx.options(
+        f"{server.url}/v1/completions", headers=asked | {"Origin": "https://other.example"}, timeout=60
+    )
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
     refused = server.get("/v1/models", headers={"Origin": SITE})
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == SITE
@@ -191,7 +193,7 @@ def test_a_chunked_body_is_refused_once_it_is_too_long(server):
         for _ in range(10):
             yield b" " * 1000
 
-    with httpx.Client() as client:
+    with httpx.Client(timeout=60) as client:
         answer = client.post(
             f"{server.url}/v1/completions", content=pieces(), headers=GOOD | {"Content-Type": "application/json"}
         )
@@ -567,7 +569,7 @@ def test_a_unix_socket_is_for_this_user_alone(tmp_path):
     with started(write_model(tmp_path / "m"), "--uds", path) as server:
         server.wait_for_line(f"Listening at unix:{path}")
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=60) as client:
             assert client.get("http://server/health").status_code == 200
         with started(write_model(tmp_path / "m"), "--uds", path) as second:
             assert second.wait() == 1 and "somebody listens" in second.lines[-1]
@@ -604,7 +606,7 @@ def test_clients_may_have_to_show_a_certificate(tmp_path):
         context = ssl.create_default_context(cafile=certificate)
         context.check_hostname = False
         context.load_cert_chain(client_certificate, client_key)
-        assert httpx.get(f"{server.url}/health", verify=context).status_code == 200
+        assert httpx.get(f"{server.url}/health", verify=context, timeout=60).status_code == 200
 
 
 def test_tls_files_that_are_not_there_are_named_at_once(tmp_path):
@@ -619,7 +621,7 @@ def _certificate(folder: Path, name: str) -> tuple[str, str]:
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
          "-keyout", key, "-out", certificate, "-days", "2", "-subj", f"/CN={name}"],
-        check=True, capture_output=True,
+        check=True, capture_output=True, timeout=300,
     )  # fmt: skip
     return key, certificate
 

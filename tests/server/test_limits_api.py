@@ -165,7 +165,7 @@ def test_brackets_in_text_are_no_nesting(fake: Live) -> None:
 def test_1e999_in_open_fields(fake: Live) -> None:
     tool = b'{"type": "function", "function": {"name": "f", "parameters": {"x": 1e999}}}'
     raw = b'{"messages": [{"role": "user", "content": "a"}], "tools": [' + tool + b"]}"
-    assert error_of(httpx.post(fake.url + CHAT, content=raw, headers=JSON))["param"] == "tools"
+    assert error_of(httpx.post(fake.url + CHAT, content=raw, headers=JSON, timeout=60))["param"] == "tools"
 
 
 def test_limits_are_the_servers(tmp_path: Any) -> None:
@@ -188,32 +188,32 @@ def test_unknown_fields_pass_and_null_means_absent(fake: Live) -> None:
 
 
 def test_other_routes(fake: Live) -> None:
-    assert error_of(httpx.get(fake.url + "/nosuch"), 404)["type"] == "NotFoundError"
-    assert error_of(httpx.get(fake.url + TEXT), 405)["type"] == "MethodNotAllowedError"
+    assert error_of(httpx.get(fake.url + "/nosuch", timeout=60), 404)["type"] == "NotFoundError"
+    assert error_of(httpx.get(fake.url + TEXT, timeout=60), 405)["type"] == "MethodNotAllowedError"
     assert error_of(fake.post("/v1/models", {}), 405)
-    assert error_of(httpx.get(fake.url + "/v1/models/nope"), 404)["param"] == "model"
+    assert error_of(httpx.get(fake.url + "/v1/models/nope", timeout=60), 404)["param"] == "model"
 
 
 def test_the_engine_goes_on(fake: Live) -> None:
     assert fake.post(TEXT, {"prompt": "abc", "max_tokens": 3}).json()["choices"][0]["text"] == "abc"
-    assert httpx.get(fake.url + "/health").status_code == 200
+    assert httpx.get(fake.url + "/health", timeout=60).status_code == 200
 
 
 def test_behind_a_proxy_that_strips_a_prefix(tmp_path: Any) -> None:
     with live_fake(tmp_path / "model", root_path="/api") as server:
         for prefix in ("", "/api"):
             assert server.post(prefix + TEXT, {"prompt": "abc", "max_tokens": 2}).json()["choices"][0]["text"] == "ab"
-            assert httpx.get(server.url + prefix + "/v1/models").status_code == 200
+            assert httpx.get(server.url + prefix + "/v1/models", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_only_json_is_read(fake: Live, kind: str | None) -> None:
     """Pages of other sites can send these types without asking first."""
     headers = {} if kind is None else {"Content-Type": kind}
-    error = error_of(httpx.post(fake.url + TEXT, content=b'{"prompt": "a"}', headers=headers), 415)
+    error = error_of(httpx.post(fake.url + TEXT, content=b'{"prompt": "a"}', headers=headers, timeout=60), 415)
     assert "application/json" in error["message"]
     for kind in ("application/json; charset=utf-8", "application/vnd.api+json", "APPLICATION/JSON"):
-        answer = httpx.post(fake.url + TEXT, content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+        answer = httpx.post(fake.url + TEXT, content=b'{"prompt": "a"}', headers={"Content-Type": kind}, timeout=60)
         assert answer.status_code == 200
 
 

@@ -315,7 +315,7 @@ def test_batch_files(embedder: Live, ranker: Live) -> None:
 
 
 def test_pages_list_the_routes(embedder: Live) -> None:
-    page = ok(httpx.get(embedder.url + "/openapi.json"))
+    page = ok(httpx.get(embedder.url + "/openapi.json", timeout=60))
     assert set(PATHS) <= set(page["paths"]) and "/v1/chat/completions" not in page["paths"]
 
 
@@ -391,8 +391,8 @@ def test_routes_outside_v1_ask_for_the_key(tight: Live) -> None:
     """--api-key-scope v1: all that run the model."""
     for path in PATHS:
         assert tight.post(path, {}).status_code == 401, path
-    assert httpx.get(tight.url + "/health").status_code == 200
-    assert httpx.get(tight.url + "/version").status_code == 200
+    assert httpx.get(tight.url + "/health", timeout=60).status_code == 200
+    assert httpx.get(tight.url + "/version", timeout=60).status_code == 200
 
 
 def opened(server: Live, patch: pytest.MonkeyPatch) -> list[Any]:

@@ -318,7 +318,7 @@ def test_without_a_store(storeless: Live) -> None:
     assert error["param"] == "previous_response_id" and "ENABLE_RESPONSES_API_STORE" in error["message"]
     made = storeless.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2})
     assert made.status_code == 200
-    error_of(httpx.get(f"{storeless.url}/v1/responses/{made.json()['id']}"), 404)
+    error_of(httpx.get(f"{storeless.url}/v1/responses/{made.json()['id']}", timeout=60), 404)
 
 
 # ---- over the fake worker, whose answers are known -----------------------------------------------------------------
@@ -384,8 +384,8 @@ def test_an_error_in_a_stream(scripted: Live) -> None:
     assert whole.status_code == 500
     behind = say(scripted, "abcdef", background=True, vllm_xargs={"fail_at": 3}).json()
     path = f"{scripted.url}/v1/responses/{behind['id']}"
-    wait_for(lambda: httpx.get(path).json()["status"], "failed")
-    assert "cannot go on" in httpx.get(path).json()["error"]["message"]
+    wait_for(lambda: httpx.get(path, timeout=60).json()["status"], "failed")
+    assert "cannot go on" in httpx.get(path, timeout=60).json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -405,8 +405,8 @@ def test_a_client_that_goes_leaves_the_background(scripted: Live) -> None:
     wait_for(lambda: running(scripted)[0], 1)
     client.close()
     path = f"{scripted.url}/v1/responses/resp_mine"
-    wait_for(lambda: httpx.get(path).json()["status"], "incomplete")
-    assert events(httpx.get(path, params={"stream": True}).text)[-1]["type"] == "response.incomplete"
+    wait_for(lambda: httpx.get(path, timeout=60).json()["status"], "incomplete")
+    assert events(httpx.get(path, params={"stream": True}, timeout=60).text)[-1]["type"] == "response.incomplete"
 
 
 def test_functions_of_a_namespace(scripted: Live) -> None:

@@ -138,5 +138,5 @@ def test_the_client_knows_each_event(scripted: Live) -> None:
     read = client.responses.create(model="fake", input=ANSWER, tools=[TOOL], stream=True, max_output_tokens=300)
     for event in read:
         assert event.type in OURS or type(event) is OFFICIAL[event.type], event
-    refused = httpx.get(f"{scripted.url}/v1/responses/resp_none", params={"stream": True})
+    refused = httpx.get(f"{scripted.url}/v1/responses/resp_none", params={"stream": True}, timeout=60)
     assert refused.status_code == 404

@@ -173,12 +173,12 @@ async def test_a_batch_file_reaches_the_second_engine(pair: tuple[Live, Live], s
 
 
 def test_cards(pair: tuple[Live, Live]) -> None:
-    cards = httpx.get(pair[0].url + "/v1/models").json()["data"]
+    cards = httpx.get(pair[0].url + "/v1/models", timeout=60).json()["data"]
     shown = [(card["id"], card["parent"], card["max_model_len"]) for card in cards]
     assert shown == [("fake", None, 512), ("alias", None, 512), ("second", None, 256), ("tuned", "fake", 512)]
     assert cards[3]["root"] == "adapters/7" and cards[0]["root"] == cards[1]["root"] != cards[2]["root"]
     assert all(card["permission"][0]["object"] == "model_permission" for card in cards)
-    assert httpx.get(pair[0].url + "/v1/models/tuned").json() == cards[3]
+    assert httpx.get(pair[0].url + "/v1/models/tuned", timeout=60).json() == cards[3]
 
 
 def entry(name: str, **changes: Any) -> ServedModel:

@@ -52,14 +52,14 @@ def test_refused(fake: Live, path: str, body: Any) -> None:
 def test_models_are_checked(fake: Live) -> None:
     assert error_of(fake.post("/tokenize", {"model": "nope", "prompt": "a"}), 404)["param"] == "model"
     assert error_of(fake.post("/detokenize", {"model": "nope", "tokens": [5]}), 404)
-    cards = httpx.get(fake.url + "/v1/models").json()
+    cards = httpx.get(fake.url + "/v1/models", timeout=60).json()
     assert [card["id"] for card in cards["data"]] == ["fake", "alias"]
     assert {card["max_model_len"] for card in cards["data"]} == {512}
 
 
 def test_tokenizer_info_is_asked_for(fake: Live, tmp_path: Any) -> None:
-    assert error_of(httpx.get(fake.url + "/tokenizer_info"), 404)
+    assert error_of(httpx.get(fake.url + "/tokenizer_info", timeout=60), 404)
     with live_fake(tmp_path / "model", enable_tokenizer_info_endpoint=True) as server:
-        found = httpx.get(server.url + "/tokenizer_info").json()
+        found = httpx.get(server.url + "/tokenizer_info", timeout=60).json()
         assert found["vocab_size"] == 260 and "messages" in found["chat_template"]
         assert found["special_tokens"]["eos_token"] == "</s>"

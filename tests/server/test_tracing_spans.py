@@ -136,7 +136,7 @@ async def test_the_header_of_an_http_request_is_the_parent(
     engine = start(tmp_path, monkeypatch, otlp_traces_endpoint=collector.endpoint)
     app = build_app(ServerState.of(engine, server_config()))
     prompt = {"prompt": "hi"} if route == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
         answer = await client.post(
             f"/v1/{route}",
             json=prompt | {"max_tokens": 3, "stream": stream, "n": 2},

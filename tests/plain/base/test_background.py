@@ -23,7 +23,7 @@ def show_priority() -> None:
 
 def test_a_background_child_comes_after_everyone_else() -> None:
     command = background_command("tests.plain.base.test_background:show_priority")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert int(done.stdout) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
 
 
@@ -70,7 +70,7 @@ print([held, resident() - before])
 
 @LINUX
 def test_what_is_free_goes_back_to_the_system() -> None:
-    done = subprocess.run([sys.executable, "-c", _TRIM], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", _TRIM], capture_output=True, text=True, check=True, timeout=300)
     held, after = ast.literal_eval(done.stdout)
     assert held > 60_000_000 > 40_000_000 > after
 

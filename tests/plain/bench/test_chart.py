@@ -47,7 +47,7 @@ def test_a_line_where_quire_is_behind_is_shown() -> None:
 
 
 def test_the_chart_is_current_and_readable() -> None:
-    done = subprocess.run([sys.executable, "benchmarks/chart.py", "--check"], cwd=ROOT)
+    done = subprocess.run([sys.executable, "benchmarks/chart.py", "--check"], cwd=ROOT, timeout=300)
     assert done.returncode == 0, "run benchmarks/chart.py"
     tree = ElementTree.parse(ROOT / "docs/figures.svg")
     texts = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from quire.base.collector import no_collections
+
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "quire"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -29,13 +31,26 @@ def place(path: Path) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees_for_this_file() -> Iterator[None]:
-    yield
+    with no_collections():  # a million nodes, none of them garbage
+        yield
     tree.cache_clear()
+    nodes.cache_clear()
 
 
 @cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
+
+
+# What the rules look at: a tree is walked once for all of them.
+LOOKED_AT = (
+    ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, ast.Global, ast.FunctionDef, ast.AsyncFunctionDef,
+)  # fmt: skip
+
+
+@cache
+def nodes(module: ast.AST) -> list[ast.AST]:
+    return [node for node in ast.walk(module) if isinstance(node, LOOKED_AT)]
 
 
 def dotted(node: ast.AST) -> str:
@@ -45,7 +60,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def imports(module: ast.AST) -> Iterator[str]:
-    for node in ast.walk(module):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -55,12 +70,12 @@ def imports(module: ast.AST) -> Iterator[str]:
 
 def environment_uses(module: ast.AST) -> list[int]:
     names = ("os.environ", "os.getenv", "os.putenv", "environ")
-    attributes = [n.lineno for n in ast.walk(module) if isinstance(n, ast.Attribute) and dotted(n) in names]
+    attributes = [n.lineno for n in nodes(module) if isinstance(n, ast.Attribute) and dotted(n) in names]
     return attributes + [0 for name in imports(module) if name in ("os.environ", "os.getenv")]
 
 
 def getattr_defaults(module: ast.AST) -> list[int]:
-    calls = [n for n in ast.walk(module) if isinstance(n, ast.Call) and dotted(n.func) == "getattr"]
+    calls = [n for n in nodes(module) if isinstance(n, ast.Call) and dotted(n.func) == "getattr"]
     return [call.lineno for call in calls if len(call.args) == 3]
 
 
@@ -68,7 +83,7 @@ def unpickling(module: ast.AST) -> list[str]:
     """Imports of pickling modules, and torch.load without weights_only=True."""
     roots = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
     found = [name for name in imports(module) if name.split(".")[0] in roots]
-    for node in ast.walk(module):
+    for node in nodes(module):
         if isinstance(node, ast.Call) and dotted(node.func) == "torch.load":
             safe = [k for k in node.keywords if k.arg == "weights_only" and getattr(k.value, "value", None) is True]
             found += [] if safe else [f"torch.load at line {node.lineno}"]
@@ -80,14 +95,22 @@ def triton_imports(module: ast.AST) -> list[str]:
 
 
 def global_statements(module: ast.AST) -> list[int]:
-    return [node.lineno for node in ast.walk(module) if isinstance(node, ast.Global)]
+    return [node.lineno for node in nodes(module) if isinstance(node, ast.Global)]
 
 
 def late_imports(module: ast.AST, lines: Sequence[str]) -> list[int]:
     """Imports inside functions that do not say `# lazy`."""
-    functions = [n for n in ast.walk(module) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    found = [n for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    functions = [n for n in nodes(module) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = {line for f in functions for line in range(f.lineno, (f.end_lineno or f.lineno) + 1)}
+    found = [n for n in nodes(module) if isinstance(n, (ast.Import, ast.ImportFrom)) and n.lineno in inside]
     return [n.lineno for n in found if n.end_lineno and "# lazy" not in lines[n.lineno - 1]]
+
+
+def endless_commands(module: ast.AST) -> list[int]:
+    """Lines that wait for a command without a limit: a hang should be a failure that names the command."""
+    names = {f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output")}
+    calls = [n for n in nodes(module) if isinstance(n, ast.Call) and dotted(n.func) in names]
+    return [call.lineno for call in calls if not any(k.arg in ("timeout", None) for k in call.keywords)]
 
 
 def silent(module: ast.Module) -> list[str]:
@@ -114,6 +137,8 @@ def test_the_rules_catch_what_they_should() -> None:
     assert late_imports(
         ast.parse("def g():\n  import a  # lazy\n  import b"), ["", "  import a  # lazy", "  import b"]
     ) == [3]
+    run = "import subprocess\nsubprocess.run(a)\nsubprocess.run(a, timeout=1)\nsubprocess.check_output(a, **more)"
+    assert endless_commands(ast.parse(run)) == [2]
     assert silent(bad) and not silent(ast.parse("'Says so.'")) and not silent(ast.parse(""))
 
 
@@ -166,3 +191,9 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
             imported.difference_update(leaves)
     above = {module for imported in below.values() for module in imported}
     assert not above, f"circles among, or above, {sorted(above)}"
+
+
+def test_a_test_waits_for_a_command_with_a_limit() -> None:
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    found = {name: endless_commands(ast.parse(text)) for name, text in texts.items() if "subprocess" in text}
+    assert {name: lines for name, lines in found.items() if lines} == {}

@@ -17,7 +17,7 @@ def test_lines_are_summed_per_package(tmp_path: Path) -> None:
     }
     (tmp_path / "report.json").write_text(json.dumps({"files": files}))
     command = [sys.executable, str(ROOT / "tools/covered.py"), str(tmp_path / "report.json")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     assert [line.split() for line in printed.splitlines()] == [
         ["quire", "3", "of", "4", "lines", "75.0%"],
         ["sched", "15", "of", "30", "lines", "50.0%"],

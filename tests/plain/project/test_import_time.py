@@ -15,7 +15,7 @@ QUIRE = str(Path(sys.executable).parent / "quire")
 
 def heavy_after(code: str) -> list[str]:
     ask = f"{code}\nimport sys; print(*[m for m in {HEAVY} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=300)
     return done.stdout.splitlines()[-1].split()
 
 
@@ -24,7 +24,7 @@ def fastest(command: list[str], repeats: int = 5) -> float:
     times = []
     for _ in range(repeats):
         before = os.times()
-        subprocess.run(command, capture_output=True, check=True)
+        subprocess.run(command, capture_output=True, check=True, timeout=300)
         after = os.times()
         times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     return min(times)

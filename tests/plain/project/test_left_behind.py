@@ -118,6 +118,37 @@ def test_a_change_of_torch_is_named() -> None:
         torch.set_default_dtype(dtype)
 
 
+def test_a_launcher_on_a_kernel_is_named() -> None:
+    """Those of a dry run once stayed, and counted in the next file."""
+    pytest.importorskip("triton")
+    launch, norm = pytest.importorskip("quire.ops.triton.launch"), pytest.importorskip("quire.ops.triton.norm")
+    kernels = launch.kernels_of([norm])
+    if not kernels or pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("kernels are interpreted, or their launchers an engine's")
+    before = state_of_process()
+    vars(kernels[0])["run"] = print
+    try:
+        (changed, *_) = differences(before, state_of_process())
+        assert changed.startswith(f"kernel quire.ops.triton.norm.{kernels[0].__name__}")
+    finally:
+        del vars(kernels[0])["run"]
+    kernels[0].params[0].do_not_specialize_on_alignment ^= True
+    try:
+        assert differences(before, state_of_process())
+    finally:
+        kernels[0].params[0].do_not_specialize_on_alignment ^= True
+    assert not differences(before, state_of_process())
+
+
+def test_a_function_of_a_library_is_named(undone: list[Callable[[], None]]) -> None:
+    torch = pytest.importorskip("torch")
+    before = state_of_process()
+    undone.append(_swap(torch.nn.functional, "linear"))
+    undone.append(_swap(subprocess, "run"))
+    changed = [line.partition(":")[0] for line in differences(before, state_of_process())]
+    assert changed == ["subprocess.run", "torch.nn.functional.linear"]
+
+
 def test_the_file_that_leaves_something_behind_fails_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     (tmp_path / "test_a.py").write_text(

@@ -54,12 +54,16 @@ def test_every_page_is_found_from_the_readme() -> None:
 
 
 def test_reference_pages_are_current() -> None:
-    done = subprocess.run([sys.executable, "tools/reference.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "tools/reference.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_sizes_counts_every_line() -> None:
-    done = subprocess.run([sys.executable, "tools/sizes.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "tools/sizes.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.split("\n\n")[0].splitlines()}
     files = sorted((ROOT / "quire").rglob("*.py"))
     assert int(rows["quire"][0]) == len(files)
@@ -93,7 +97,7 @@ def test_files_of_tests_run_in_the_order_of_a_seed(tmp_path: Path) -> None:
     def order(*options: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options]
         own = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}  # ours alone
-        done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=True, timeout=300)
         return [line for line in done.stdout.splitlines() if "::" in line]
 
     plain, first, second = order(), order("--file-order", "1"), order("--file-order", "2")

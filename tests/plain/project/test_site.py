@@ -76,7 +76,7 @@ def test_the_site_builds_and_a_broken_link_does_not(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     for name in ("docs", "benchmarks", "compat", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    subprocess.run([sys.executable, "tools/site.py"], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run([sys.executable, "tools/site.py"], cwd=tmp_path, check=True, capture_output=True, timeout=300)
     done = build(tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     made = (tmp_path / "site/index.html").read_text()

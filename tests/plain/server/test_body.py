@@ -221,7 +221,9 @@ def _memory_of(model: type[BaseModel], text: str) -> tuple[int, int]:
         "except InputError: pass\n"
         "print(len(raw), told('VmHWM') - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=text.encode(), capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=text.encode(), capture_output=True, check=True, timeout=300
+    )
     size, grown = map(int, done.stdout.split())
     return size, grown
 

@@ -512,5 +512,5 @@ def test_a_very_long_template_is_refused() -> None:
 
 def test_jinja_is_loaded_by_the_first_rendering_only() -> None:
     code = "import sys, quire.text.chat, quire.text.tokenizer; print('jinja2' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "False"

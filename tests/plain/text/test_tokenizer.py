@@ -443,7 +443,9 @@ def test_loading_imports_nothing_heavy(tmp_path: Path) -> None:
         "bad = {'torch', 'transformers', 'jinja2', 'sentencepiece', 'tiktoken', 'mistral_common', 'numpy'};"
         "print(sorted(bad & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=300
+    )
     assert done.stdout.strip() == "[]"
 
 
