@@ -136,7 +136,8 @@ LONG_FILES = frozenset(
     engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
     engine/test_lora engine/test_lora_models engine/test_lora_many engine/test_lora_peft engine/test_quantized_formats
     models/test_parity ops/test_cpu_tiles compat/test_programs server/test_hosting_doors server/test_hosting_life
-    server/test_lora_api server/test_examples
+    server/test_lora_api server/test_examples server/test_recipes server/test_structured_api
+    plain/text/test_parse_tools plain/sched/test_fuzz plain/sched/test_fairness plain/grammar/test_compiler
     """.split()  # noqa: SIM905
 )
 
