@@ -121,8 +121,7 @@ class ThreadStages:
 
     def sample(self, step: int, mask: Any) -> _Later:
         started = [
-            thread.submit(worker.sample, step, mask)
-            for thread, worker in zip(self._threads, self.workers, strict=True)
+            thread.submit(worker.sample, step, mask) for thread, worker in zip(self._threads, self.workers, strict=True)
         ]
         return _Later(started[-1])
 

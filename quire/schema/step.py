@@ -17,8 +17,8 @@ furthest the row can be: a worker starts where its own row ends, and blocks are 
 Moves copy blocks before the forward pass, or after it, in the order of the plan: within the cache, in from a slot of
 some other memory, or out to one. A block named in a plan's tables may be one that a move of the same plan fills.
 
-Stages of a pipeline: only the last one samples, so `StepPlan.sampled` tells the others which tokens rows have got; it is
-applied before anything else of the plan. There no request is in two plans at once.
+Stages of a pipeline: only the last one samples, so `StepPlan.sampled` tells the others which tokens rows have got; it
+is applied before anything else of the plan. There no request is in two plans at once.
 
 Block tables are kept by difference. A row's table is, per group, NewRow.blocks and then every Grant.new_blocks of that
 row in the order of steps; entry i is the block of positions [i * block_size, (i + 1) * block_size) of that group, or -1

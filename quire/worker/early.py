@@ -82,7 +82,11 @@ def start_cuda(rank: int = 0) -> None:
 def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str, Any]:
     """All that decides which kernels a worker will want. Each rank has a record of its own, so that all of them compile
     in the same start: a dry run has sums over ranks in it, which all must take part in."""
-    model, scheduler, stages = config.model_config, config.scheduler_config, config.parallel_config.pipeline_parallel_size
+    model, scheduler, stages = (
+        config.model_config,
+        config.scheduler_config,
+        config.parallel_config.pipeline_parallel_size,
+    )
     gpu = find_gpu()
     return {
         "gpu": "" if gpu is None else gpu.name,

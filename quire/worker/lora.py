@@ -39,7 +39,9 @@ def give_slots(model: Model, lora: LoRAConfig, dtype: torch.dtype, kernels: Kern
     step = model.adapters = StepAdapters()
     like = torch.empty(0, dtype=dtype, device=kernels.device)
     layers = attach(model, step, lora.max_loras, lora.max_lora_rank, like, kernels)
-    most, ends = (1, 0) if model.stage.count == 1 else (len(model.arch.layers), _ends_of(model.arch, lora.max_lora_rank))
+    most, ends = (
+        (1, 0) if model.stage.count == 1 else (len(model.arch.layers), _ends_of(model.arch, lora.max_lora_rank))
+    )
     places = AdapterPlaces(model, model.table(), most=most, ends=ends)
     model.finish_weights()  # a table opens matrices that lie in panels
     limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)

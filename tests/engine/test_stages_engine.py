@@ -87,7 +87,7 @@ def test_short_of_blocks_in_chunks_with_prefixes(name: str, tmp_path: Path) -> N
     for more in ({}, dict(pipeline_parallel_size=2, distributed_executor_backend=THREADS)):
         llm = LLM(str(tmp_path), **options, **more)
         try:
-            scheduler = llm.llm_engine.engine_core.loop.scheduler
+            scheduler = llm.llm_engine.front.client.loop.scheduler
             plain = scheduler.planner.preempt
 
             def counted(request: Any, plain: Any = plain) -> None:
@@ -131,7 +131,7 @@ def test_both_stages_work_at_the_same_time(folder: Path) -> None:
         prompts = [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(4)]
         params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
         assert all(len(one.outputs[0].token_ids) == 16 for one in llm.generate(prompts, params, use_tqdm=False))
-        scheduler = llm.llm_engine.engine_core.loop.scheduler
+        scheduler = llm.llm_engine.front.client.loop.scheduler
         assert (scheduler.settings.depth, scheduler.settings.overlap) == (2, 1)
     finally:
         llm.close()

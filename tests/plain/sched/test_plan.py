@@ -251,6 +251,7 @@ def test_plans_without_overlap_share_the_requests() -> None:
     assert counts(bench.plan()) == {"a": 1, "b": 1, "c": 1}
     bench.commit()
     assert counts(bench.plan()) == {"d": 1, "e": 1}
+    bench.commit()
     bench.finish()
     assert all(bench.output(name) == [7, 7, 7] for name in "abcde")
 
