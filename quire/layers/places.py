@@ -2,8 +2,8 @@
 
 In: a model with a weight table. Out: for a module's name in an adapter file, its place: a run of rows of a Linear or of
 the head, the table of the embedding, one matrix of one expert, or that matrix of all experts at once; modules of other
-pipeline stages lie elsewhere. B of a fused matrix is brought into the layout that the table gives the weight itself; of A and B a rank takes what belongs to its
-part of the matrix. Must not know: files, slots.
+pipeline stages lie elsewhere. B of a fused matrix is brought into the layout that the table gives the weight itself; of
+A and B a rank takes what belongs to its part of the matrix. Must not know: files, slots.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Shards: the ranks that hold a model together, which part of an axis one of them has, and how a tensor is cut to it.
 
-Stages of a pipeline have layers each, and the ranks of a stage share every one of these layers. A layer says what it is cut by (heads, entries of an mlp, rows of a vocabulary) and asks its `ShardGroup` for the
-`Span`; a weight scheme turns spans into a `Cut` of the tensor that a checkpoint stores. Sums over ranks go through
-`ShardGroup.reduce`, whoever provides it. Must not know: processes, devices, which layer it is.
+Stages of a pipeline have layers each, and the ranks of a stage share every one of these layers. A layer says what it is
+cut by (heads, entries of an mlp, rows of a vocabulary) and asks its `ShardGroup` for the `Span`; a weight scheme turns
+spans into a `Cut` of the tensor that a checkpoint stores. Sums over ranks go through `ShardGroup.reduce`, whoever
+provides it. Must not know: processes, devices, which layer it is.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def place(
     max_num_batched_tokens: int | None = None,
 ) -> KVLayout:
     """Place every layer; without any, a layout of no blocks (an encoder alone). `num_blocks` replaces what the bytes
-    allow; ConfigError if one longest request cannot fit. `stages`: the layers of each, where a pipeline shares them out;
+    allow; ConfigError if one longest request cannot fit. `stages`: the layers of each, where a pipeline divides them;
     then `free_bytes` are those of each stage.
 
     `max_num_batched_tokens` is the most one step computes (unset: a whole request): windows are held that much longer.
