@@ -43,7 +43,7 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
         _log.info("Rank %d of %d (%s)", rank, size, backend)
         return Joined(ShardGroup(rank, size, _sum_over(None)), None)
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
-    reduce = as_it_is
+    reduce: Callable[[Tensor], Tensor] = as_it_is
     if share > 1:  # every rank makes the groups of all stages
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
         reduce = _sum_over(groups[stage])
