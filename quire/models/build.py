@@ -34,11 +34,6 @@ class Model(Protocol):
     arch: Arch
     captures: bool  # whether a decode step may be captured in a graph
 
-    @property
-    def stream_width(self) -> int:
-        """Of what a pipeline stage of it hands to the next one."""
-        ...
-
     def table(self) -> WeightTable: ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]: ...

@@ -59,7 +59,7 @@ class Stage:
         if self.count == 1:
             return None
         own, total = self.layers, len(arch.layers)
-        others = () if self.is_first else _FIRST[1:] if self.is_last and arch.tie else _FIRST
+        others: tuple[str, ...] = () if self.is_first else _FIRST[1:] if self.is_last and arch.tie else _FIRST
         others += () if self.is_last else _LAST
         users = () if arch.shared is None else arch.shared.users
         blocks = 1 if arch.shared is None else arch.shared.blocks

@@ -9,8 +9,9 @@ were started (ranks.py).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,13 +38,12 @@ class Link(Protocol):
         """To the stage after; x must not change before it has arrived."""
 
 
+@runtime_checkable
 class StagedModel(Protocol):
     """A model that may be one stage of a pipeline."""
 
     @property
     def stream_width(self) -> int: ...
-
-    def forward(self, batch: Batch) -> Tensor: ...
 
 
 @dataclass
@@ -53,27 +53,26 @@ class _Outgoing:
 
 
 class Pipe:
-    def __init__(self, group: ShardGroup, link: Link, dtype: torch.dtype) -> None:
-        self._group, self._link, self._dtype = group, link, dtype
+    def __init__(self, group: ShardGroup, link: Link, width: int, dtype: torch.dtype) -> None:
+        """`width`: of the stream of one token."""
+        self._group, self._link, self._width, self._dtype = group, link, width, dtype
         self.is_first, self.is_last = group.stage == 0, group.stage == group.stages - 1
         self._outgoing: deque[_Outgoing] = deque()
 
-    def run(self, model: StagedModel, batch: Batch) -> Tensor:
+    def run(self, forward: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
         """Hidden states on the last stage; on the others what was sent on."""
         if not self.is_first:
-            stream = torch.empty(
-                (batch.num_tokens, model.stream_width), dtype=self._dtype, device=batch.positions.device
-            )
+            stream = torch.empty((batch.num_tokens, self._width), dtype=self._dtype, device=batch.positions.device)
             self._receive(stream)
             batch = replace(batch, stream=stream)
-        computed = model.forward(batch)
+        computed = forward(batch)
         if not self.is_last:
             self._send(computed)
         return computed
 
-    def blank(self, model: StagedModel, batch: Batch) -> Batch:
+    def blank(self, batch: Batch) -> Batch:
         """For a trial step that no other stage takes part in."""
-        shape = (batch.num_tokens, model.stream_width)
+        shape = (batch.num_tokens, self._width)
         return replace(batch, stream=torch.zeros(shape, dtype=self._dtype, device=batch.positions.device))
 
     def _receive(self, stream: Tensor) -> None:

@@ -204,7 +204,7 @@ class ModelRunner:
         return flight
 
     def _compute(self, batch: Batch) -> Tensor:
-        return self.model.forward(batch) if self.pipe is None else self.pipe.run(self.model, batch)
+        return self.model.forward(batch) if self.pipe is None else self.pipe.run(self.model.forward, batch)
 
     def _launch(self, plan: StepPlan, shape: StepShape, inputs: DeviceInputs) -> _Flight:
         """The whole step, choice of tokens included, where the rows' parameters allow it."""

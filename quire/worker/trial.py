@@ -133,7 +133,7 @@ class Trial:
         if not isinstance(runner, ModelRunner):  # what follows is small beside it
             runner.model.forward(step.batch)
             return
-        batch = step.batch if runner.pipe is None else runner.pipe.blank(runner.model, step.batch)
+        batch = step.batch if runner.pipe is None else runner.pipe.blank(step.batch)
         hidden = runner.model.forward(batch)
         if not runner.samples:
             return

@@ -262,9 +262,11 @@ class Worker:
     def _make_pipe(self) -> Pipe | None:
         if self._link is None:
             return None
-        from quire.worker.pipe import Pipe  # lazy
+        from quire.worker.pipe import Pipe, StagedModel  # lazy
 
-        pipe: Pipe = Pipe(self.group, self._link, getattr(torch, self.config.model_config.dtype))
+        model = self.get_model()
+        assert isinstance(model, StagedModel)  # others were refused when they were made
+        pipe: Pipe = Pipe(self.group, self._link, model.stream_width, getattr(torch, self.config.model_config.dtype))
         return pipe
 
     def _graph_sizes(self) -> tuple[int, ...]:
