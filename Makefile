@@ -69,8 +69,8 @@ isas: setup  ## engine tests once per instruction set of this machine, and witho
 	  echo "QUIRE_CPU_KERNELS=$$isa" && QUIRE_CPU_KERNELS=$$isa $(PYTEST) $(ISA_TESTS) || exit 1; done
 
 # The ordinary suite takes some of each kind.
-ranks: setup  ## tensor parallelism of every declared architecture
-	$(PYTEST) --every-architecture tests/models/test_ranks.py tests/engine/test_shards.py tests/engine/test_ranks_engine.py
+ranks: setup  ## tensor and pipeline parallelism of every declared architecture
+	$(PYTEST) --every-architecture tests/models/test_ranks.py tests/models/test_stages.py tests/engine/test_shards.py tests/engine/test_ranks_engine.py tests/engine/test_stages_engine.py
 
 # Of the tensor side, the engine and the server, what sees most for its time: kernels against torch, one dense model and
 # one of each other kind against transformers, steps of a worker, an engine over tiny checkpoints, the API over a fake one.

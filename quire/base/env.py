@@ -217,6 +217,10 @@ CPU_OMP_THREADS_BIND = Variable(
     "Processors that the CPU worker's threads are kept on, as 0-3,8, of several workers one list each, as 0-3|4-7; "
     "auto and nobind leave that to the system.",
 )  # fmt: skip
+PP_LAYER_PARTITION = Variable(
+    "PP_LAYER_PARTITION", "", str.strip,
+    "Layers of each pipeline stage, as 9,11,12; unset makes equal shares.",
+)  # fmt: skip
 CPU_NUM_OF_RESERVED_CPU = Variable(
     "CPU_NUM_OF_RESERVED_CPU", 0, int,
     "Cores left to other work when the number of threads of the CPU worker is not given.",

@@ -105,7 +105,8 @@ class EngineConfig(Group):
 
     @property
     def max_concurrent_batches(self) -> int:
-        return 2 if self.scheduler_config.async_scheduling else 1
+        """Steps under way at once: one in each pipeline stage, or one ahead of the device."""
+        return max(self.parallel_config.pipeline_parallel_size, 1 + self.scheduler_config.async_scheduling)
 
 
 def encode(config: EngineConfig) -> bytes:

@@ -435,7 +435,12 @@ def _long_threshold(config: EngineConfig) -> int:
 
 
 def choose_scheduling(requested: Requested, config: EngineConfig) -> EngineConfig:
-    """Planning ahead pays off if the device computes while the host plans; on CPU both share the cores."""
+    """Planning ahead pays off if the device computes while the host plans; on CPU both share the cores. Stages of a
+    pipeline need several plans at once in any case, no request in two of them."""
+    if (stages := config.parallel_config.pipeline_parallel_size) > 1:
+        if requested.get("async_scheduling"):
+            log.info("async_scheduling: %d pipeline stages have as many steps under way, and no more", stages)
+        return replace(config, **{"scheduler_config.async_scheduling": False})
     if requested.get("async_scheduling") is not None or config.model_config.is_pooling:
         return config
     is_on = config.device_config.device == "cuda"

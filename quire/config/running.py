@@ -89,7 +89,9 @@ class ParallelConfig(Group):
     """How one model is distributed over processes and devices."""
 
     tensor_parallel_size: int = option(1, "Ranks that share each layer, a worker process each.", low=1, flags=("-tp",))
-    pipeline_parallel_size: int = unavailable()
+    pipeline_parallel_size: int = option(
+        1, "Stages that share the layers, each with tensor_parallel_size worker processes.", low=1, flags=("-pp",)
+    )
     prefill_context_parallel_size: int = unavailable()
     data_parallel_size: int = unavailable()
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)

@@ -205,11 +205,13 @@ class EngineLoop:
         return news
 
     def _num_kept(self, plan: StepPlan) -> int:
-        """Steps that may stay under way while this one is sampled. A mask needs every token that came before it; where
-        nothing was granted, what the oldest step brings is needed to go on."""
+        """Steps that may stay under way while this one is sampled. A mask needs every token that came before it, which
+        is there if no request is in two steps; where nothing was granted, what the oldest step brings is needed to go
+        on."""
         if not plan.grants:
             return len(self._flying) - 1
-        if self.ahead > 1 and self._constrained and self.masks is not None and self.masks.constrains(plan):
+        overlaps = self.ahead > 1 and not self.scheduler.limits_overlap
+        if overlaps and self._constrained and self.masks is not None and self.masks.constrains(plan):
             return 0
         return self.ahead - 1
 
@@ -368,7 +370,7 @@ class EngineLoop:
 
     def _linger(self, inbox: Inbox, emit: Callable[[FromEngine], None]) -> bool:
         """Take what comes in until the device is about to want its next step. False: it must stop."""
-        while self._flying:
+        while self._flying and not self.scheduler.limits_overlap:  # a stage that has none wants its next step now
             tokens = self._flying[0][0].total_tokens
             lead = self._leads[self.scheduler.num_waiting > 0]
             left = self._began + self._step_times.expect(tokens) - lead.seconds() - now()

@@ -17,7 +17,7 @@ from quire.engine.charge import Charge
 from quire.engine.loop import EngineLoop
 from quire.engine.masking import make_masks
 from quire.engine.pulse import Pulse
-from quire.executor.base import Executor, WorkerProtocol, make_executor, one_model
+from quire.executor.base import Executor, WorkerProtocol, least_by_stage, make_executor, one_model
 from quire.sched.kv_layout import fit_length, place
 from quire.sched.scheduler import Scheduler
 from quire.schema.errors import ConfigError
@@ -46,9 +46,10 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     executor = make_executor(config)
     try:
         laps.mark("device")
-        info = one_model(executor.ask(WorkerProtocol.load))
+        infos = executor.ask(WorkerProtocol.load)
+        info = one_model(infos)
         laps.mark("load")
-        free_bytes = min(executor.ask(WorkerProtocol.free_bytes))  # every rank holds the same blocks
+        free_bytes = least_by_stage(infos, executor.ask(WorkerProtocol.free_bytes))
         laps.mark("profile")
         layout, max_model_len = _place(config, info, free_bytes)
         executor.ask(WorkerProtocol.init_kv, layout)
@@ -60,7 +61,7 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
         if kv_events is not None:
             kv_events.close()
         raise
-    depth = 1 + config.scheduler_config.async_scheduling
+    depth = config.max_concurrent_batches
     scheduler = scheduler_class(config, layout, max_model_len=max_model_len, depth=depth)
     phases = _phases(laps, executor)
     seconds = {phase.name: phase.seconds for phase in phases if not phase.inside} | {"total": now() - began}
@@ -145,18 +146,24 @@ def _told(phases: tuple[StartPhase, ...]) -> str:
     return ", ".join(words)
 
 
-def _place(config: EngineConfig, info: ModelInfo, free_bytes: int) -> tuple[KVLayout, int]:
+def _place(config: EngineConfig, info: ModelInfo, free_bytes: list[int]) -> tuple[KVLayout, int]:
     """The KV layout, and the context length: the one requested, or (-1) the longest that fits."""
     num_blocks = config.cache_config.num_gpu_blocks_override
     chunk = config.scheduler_config.max_num_batched_tokens
     max_model_len = config.model_config.max_model_len
     if config.model_config.original_max_model_len == -1:
         max_model_len = fit_length(
-            info.specs, free_bytes, longest=max_model_len, num_blocks=num_blocks, max_num_batched_tokens=chunk
+            info.specs,
+            free_bytes,
+            stages=info.stages,
+            longest=max_model_len,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=chunk,
         )
     layout = place(
         info.specs,
         free_bytes,
+        stages=info.stages,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,

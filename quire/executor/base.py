@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from quire.base import registry
 from quire.config.local import describe, object_of
 from quire.schema.adapters import AdapterRead, AdapterSource
-from quire.schema.errors import ConfigError, EngineDeadError, NotBuiltError
+from quire.schema.errors import ConfigError, EngineDeadError
 from quire.schema.kv import KVLayout, ModelInfo
 from quire.schema.step import Mask, StepPlan, StepResult
 
@@ -83,7 +83,7 @@ class Executor(Protocol):
         """Start a step on every rank."""
 
     def sample(self, step: int, mask: Mask | None) -> PendingResult:
-        """Choose the tokens of a step on every rank; the result is the first rank's."""
+        """Choose the tokens of a step; the result is that of the first rank which has the model's last layers."""
 
     def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
         """Run a method of every worker, or 'module:function' with the worker as first argument; one result each."""
@@ -136,26 +136,36 @@ def make_executor(config: EngineConfig) -> Executor:
 
 
 def one_model(infos: Sequence[ModelInfo]) -> ModelInfo:
-    """What all ranks have loaded, together. They must hold the same layers, each its share of every one."""
-    first = infos[0]
+    """What all ranks have loaded, together: stages have layers each, the ranks of a stage a share of every one."""
+    first, of_stage = infos[0], {info.stage: info for info in reversed(infos)}
     for rank, info in enumerate(infos):
         if (info.vocab_size, info.max_positions) != (first.vocab_size, first.max_positions):
             raise RuntimeError(
                 f"rank {rank} loaded a model of {info.vocab_size} tokens and {info.max_positions} positions, rank 0 "
                 f"one of {first.vocab_size} and {first.max_positions}"
             )
-        if info.specs != first.specs:
-            raise NotBuiltError(f"rank {rank} keeps other KV than rank 0: this version has no pipeline stages")
+        if info.specs != of_stage[info.stage].specs:
+            raise RuntimeError(f"rank {rank} keeps other KV than the first rank of its stage ({info.stage})")
     if len(infos) == 1:
         return first
+    by_stage = [of_stage[stage].specs for stage in sorted(of_stage)]
     return ModelInfo(
-        specs=first.specs,
+        specs=tuple(spec for specs in by_stage for spec in specs),
         vocab_size=first.vocab_size,
         max_positions=first.max_positions,
         num_parameters=sum(info.num_parameters for info in infos),
         weight_bytes=sum(info.weight_bytes for info in infos),
         load_seconds=max(info.load_seconds for info in infos),
+        stages=tuple(tuple(spec.layer for spec in specs) for specs in by_stage) if len(by_stage) > 1 else (),
     )
+
+
+def least_by_stage(infos: Sequence[ModelInfo], num_bytes: Sequence[int]) -> list[int]:
+    """Of what each rank has, the least within each stage: all ranks of a stage hold the same blocks."""
+    least: dict[int, int] = {}
+    for info, own in zip(infos, num_bytes, strict=True):
+        least[info.stage] = min(own, least.get(info.stage, own))
+    return [least[stage] for stage in sorted(least)]
 
 
 def resolve_verb(verb: str) -> Callable[..., Any]:

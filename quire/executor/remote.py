@@ -3,8 +3,8 @@
 What travels: to a worker WorkerCall (a verb of `WorkerProtocol`, or a call by name), back from it WorkerJoined once and
 then WorkerReply. Types of arguments and answers are read from `WorkerProtocol` (base.py), so a new verb needs nothing
 here. Verbs run in the order sent; a step's result is read in a thread of its own, so that the next step can be started
-meanwhile. `forward` and, but for rank 0, `sample` are not answered: a failure there is said all the same, and ends the
-executor as a death does.
+meanwhile. `forward` and, but for the rank that answers for all, `sample` are not answered: a failure there is said all
+the same, and ends the executor as a death does.
 Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker gets through its standard
 input. Must not know what a plan means.
 """
@@ -107,13 +107,15 @@ def types_of(verb: str) -> _Types:
 class _UnheardError(Exception):
     """A worker failed where nobody waits for its answer."""
 
-    def __init__(self, rank: int, error: Exception | None) -> None:
-        super().__init__(f"worker {rank} failed: {error}")
+    def __init__(self, worker: str, error: Exception | None) -> None:
+        super().__init__(f"{worker} failed: {error}")
         self.error = error or RuntimeError("an answer came that nobody asked for")
 
 
 class RemoteExecutor:
-    """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: ipc."""
+    """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: ipc.
+    `stages`: into how many groups of equal size the workers are divided, in the order of ranks; the first of the last
+    group answers for a step."""
 
     def __init__(
         self,
@@ -123,8 +125,10 @@ class RemoteExecutor:
         host: str | None = None,
         worker: str = WORKER,
         config_type: str = CONFIG,
+        stages: int = 1,
     ) -> None:
-        self.num_workers = num_workers
+        self.num_workers, self._stages = num_workers, stages
+        self._answering = num_workers - num_workers // stages
         self._folder = private_folder()
         secret = None if host is None else new_secret()
         mine = _HUB if host is None else f"tcp://{host}:*"
@@ -153,12 +157,17 @@ class RemoteExecutor:
                         config=boot,
                     )
                 ),
-                name=f"worker {rank}",
+                name=self._name(rank),
             )
             for rank in range(num_workers)
         ]
         self._reader = threading.Thread(target=self._read, name="executor inbox", daemon=True)
         self._reader.start()
+
+    def _name(self, rank: int) -> str:
+        """Of a worker in logs and errors."""
+        stage = f", pipeline stage {rank // (self.num_workers // self._stages)}" if self._stages > 1 else ""
+        return f"worker {rank}{stage}"
 
     # ---- the verbs ---------------------------------------------------------------------------------------------
 
@@ -181,13 +190,13 @@ class RemoteExecutor:
         if failed is not None:
             raise self._explained(failed)
         if late:
-            raise EngineDeadError(f"no answer to {verb!r} within {limit} s from worker {', '.join(map(str, late))}")
+            raise EngineDeadError(f"no answer to {verb!r} within {limit} s from {'; '.join(map(self._name, late))}")
 
     def forward(self, plan: StepPlan) -> None:
         self._send("forward", (plan,), ())
 
     def sample(self, step: int, mask: Mask | None) -> PendingResult:
-        (reply,) = self._send("sample", (step, mask), (0,))
+        (reply,) = self._send("sample", (step, mask), (self._answering,))
         return _RemoteResult(reply, self._explained)
 
     def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
@@ -261,7 +270,7 @@ class RemoteExecutor:
             joined.result(env.ENGINE_START_TIMEOUT_S.get())
         except TimeoutError:
             limit = f"{env.ENGINE_START_TIMEOUT_S.get()} s (QUIRE_ENGINE_START_TIMEOUT_S)"
-            raise EngineDeadError(f"worker {rank} did not start within {limit}") from None
+            raise EngineDeadError(f"{self._name(rank)} did not start within {limit}") from None
 
     def _read(self) -> None:
         """Sort what comes back, until a worker is gone or has failed where nobody waits for its answer."""
@@ -305,7 +314,7 @@ class RemoteExecutor:
         with self._lock:
             waiting = self._open.pop((message.rank, message.call_id), None)
         if waiting is None:
-            raise _UnheardError(message.rank, error)
+            raise _UnheardError(self._name(message.rank), error)
         if error is None:
             waiting.set_result(message.value)
             return
@@ -327,7 +336,8 @@ class RemoteExecutor:
 
 def one_per_rank(config: EngineConfig) -> RemoteExecutor:
     """The backend `mp`: a process of this host for each rank."""
-    return RemoteExecutor(config, num_workers=config.parallel_config.world_size)
+    parallel = config.parallel_config
+    return RemoteExecutor(config, num_workers=parallel.world_size, stages=parallel.pipeline_parallel_size)
 
 
 def _settled(replies: list[Future[msgspec.Raw]], limit: float | None) -> tuple[BaseException | None, list[int]]:

@@ -130,6 +130,7 @@ class Batch:
     steps: Sequence[GroupStep] = ()  # what the plans were made from, for models that cannot use them
     embedded: Tensor | None = None  # [T, width] the tokens' embeddings, for models whose layers read them again
     encoded: Tensor | None = None  # [S, width] encoder outputs of rows that begin in this step, in the order of rows
+    stream: Tensor | None = None  # [T, stream_width] from the stage before; None: the model's first layers are here
     input_vectors: GivenVectors | None = None  # put over the token embeddings before anything reads them
     adapter_index: Tensor | None = None  # [T] int32: adapter of each token's row, 0: none; None: no row has one
     position_channels: Tensor | None = None  # [C, T] int64 (M-RoPE); None: every channel is `positions`

@@ -1,9 +1,9 @@
 """Where an adapter can add something: the layers of a model by the names that checkpoints have for them.
 
 In: a model with a weight table. Out: for a module's name in an adapter file, its place: a run of rows of a Linear or of
-the head, the table of the embedding, one matrix of one expert, or that matrix of all experts at once. B of a fused
-matrix is brought into the layout that the table gives the weight itself; of A and B a rank takes what belongs to its
-part of the matrix. Must not know: files, slots.
+the head, the table of the embedding, one matrix of one expert, or that matrix of all experts at once; modules of other
+pipeline stages lie elsewhere. B of a fused matrix is brought into the layout that the table gives the weight itself; of
+A and B a rank takes what belongs to its part of the matrix. Must not know: files, slots.
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ class AdapterPlace:
 
 
 class AdapterPlaces:
-    def __init__(self, model: nn.Module, table: WeightTable) -> None:
-        self._table = table
+    def __init__(self, model: nn.Module, table: WeightTable, *, most: int = 1, ends: int = 0) -> None:
+        """Of a pipeline stage, bounds of the whole model: `most` times what is here, and `ends` numbers that copies of
+        its embedding and head may have."""
+        self._table, self.most, self.ends = table, most, ends
         self.by_name: dict[str, AdapterPlace] = {}
         for module in model.modules():
             if isinstance(module, Linear):
@@ -79,6 +81,15 @@ class AdapterPlaces:
     def find_parameter(self, name: str) -> AdapterPlace | None:
         """By the name of a parameter that is not called `weight`."""
         return self.by_name.get(self._table.canonical(name))
+
+    @property
+    def is_part(self) -> bool:
+        """Other stages have other places."""
+        return self._table.is_part
+
+    def lies_elsewhere(self, module: str) -> bool:
+        """A module of another pipeline stage."""
+        return self._table.lies_elsewhere(f"{module}.weight")
 
     def canonical(self, module: str) -> str:
         return self._table.canonical(f"{module}.weight").removesuffix(".weight")

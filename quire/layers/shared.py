@@ -1,7 +1,8 @@
 """A transformer block that several layers of a model share, each with keys, values and small adapters of its own.
 
 It reads the stream beside the embedding of the same tokens, twice the model's width, and what it gives is added to the
-input of the layer that uses it. The matrices exist once; `link` gives later users those of the first.
+input of the layer that uses it. The matrices exist once, or once on every stage of a pipeline that has users; `link`
+gives later users those of the first.
 """
 
 from __future__ import annotations
@@ -87,14 +88,16 @@ class SharedUse(KVLayer):
     """One layer's use of a shared block."""
 
     def __init__(
-        self, index: int, width: int, kind: SharedKind, norm: NormKind, rope: Rope | None, storage: Storage
-    ) -> None:
+        self, index: int, width: int, kind: SharedKind, norm: NormKind, rope: Rope | None, storage: Storage,
+        *, begin: int = 0,  # the first layer of this stage
+    ) -> None:  # fmt: skip
         prefix, self_index = f"model.layers.{index}.", kind.users.index(index)
         super().__init__(f"{prefix}self_attn.attn", 0, 0)
         own = kind.on(storage.group)
-        self.rope, self.turn_of_use = rope, self_index
-        first = self_index < kind.blocks
-        self.shared = SharedWeights(f"model.shared.{self_index}.", width, kind, norm, storage) if first else None
+        self.rope, self.block = rope, self_index % kind.blocks
+        earlier = kind.users[:self_index]
+        first = not any(turn % kind.blocks == self.block for turn, user in enumerate(earlier) if user >= begin)
+        self.shared = SharedWeights(f"model.shared.{self.block}.", width, kind, norm, storage) if first else None
         self.out = Linear(prefix, width, {"linear": width}, storage)
         self.mlp_adapter = (
             Adapter(f"{prefix}adapter.", "mlp", width, kind.rank, own.ffn, storage, parts=2) if kind.rank else None
@@ -108,8 +111,8 @@ class SharedUse(KVLayer):
         self._act = gated_on(kind.act, storage.kernels)
 
     def link(self, uses: list[SharedUse]) -> None:
-        """uses: of all layers, in order."""
-        self.shared = uses[self.turn_of_use % self.kind.blocks].shared
+        """uses: of all layers of this stage, in order."""
+        self.shared = next(use.shared for use in uses if use.block == self.block)
 
     def sizes(self) -> tuple[int, int, int]:
         return self.kind.kv_heads, self.kind.head_dim, -1

@@ -7,8 +7,8 @@ Loading, live updates, LoRA and quantization ignore-lists all read this one tabl
 
 `names` are (pattern, replacement) regular expressions applied in order; several spellings may lead to one canonical
 name. `arrange` undoes layouts a checkpoint may use (transposed, interleaved); then a slot's `cut` leaves what this rank
-keeps. A name whose slot has no target lies elsewhere: it is neither missing nor unexpected. Must not know: files, or
-architectures.
+keeps. A name whose slot has no target lies elsewhere, as does one of another stage of a pipeline (`elsewhere`): it is
+neither missing nor unexpected. Must not know: files, or architectures.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class WeightTable:
         names: Sequence[tuple[str, str]] = (),
         ignore: Sequence[str] = (),
         arrange: Arrange = lambda name, tensor: tensor,
+        elsewhere: Callable[[str], bool] | None = None,  # whether a canonical name belongs to another stage; None: none
     ) -> None:
         self._slots = {slot.name: slot for slot in slots}
         self._names = [(re.compile(pattern), new) for pattern, new in names]
         self._ignore = re.compile("|".join((*JUNK, *ignore)))
-        self._arrange = arrange
+        self._arrange, self._elsewhere = arrange, elsewhere
         self._missing = dict.fromkeys(
             name for name, slot in self._slots.items() if not slot.fills and slot.target is not None
         )
@@ -75,6 +76,15 @@ class WeightTable:
             name = pattern.sub(new, name)
         return name
 
+    @property
+    def is_part(self) -> bool:
+        """Of a model whose other layers are on other stages."""
+        return self._elsewhere is not None
+
+    def lies_elsewhere(self, name: str) -> bool:
+        """On another stage: need not even be read. Any spelling; what follows a module's name does not matter."""
+        return self._elsewhere is not None and self._elsewhere(self.canonical(name))
+
     def ignores(self, name: str) -> bool:
         """Known to be in checkpoints and of no use: need not even be read."""
         return self._ignore.search(self.canonical(name)) is not None or self._ignore.search(name) is not None
@@ -94,7 +104,7 @@ class WeightTable:
         canonical = self.canonical(name)
         slot = self._slots.get(canonical)
         if slot is None:
-            return self.ignores(name)
+            return self.lies_elsewhere(name) or self.ignores(name)
         if slot.target is not None:
             self._fill(name, slot, slot.target, self._arranged(canonical, source, slot.target), send)
         for filled in slot.fills or (canonical,):

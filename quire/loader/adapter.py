@@ -120,9 +120,19 @@ def read_adapter(path: str, places: AdapterPlaces, limits: AdapterLimits) -> Hos
         for tensor in (a, b):
             digest.update(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
         _add_pair(adapter, pair, places, a.to(limits.dtype), b.to(limits.dtype), scale)
-    adapter.digest = digest.hexdigest()
+    adapter.digest = _digest_of_all(path, file) if places.is_part else digest.hexdigest()
     _check_overlaps(file, adapter)
     return adapter
+
+
+def _digest_of_all(path: str, file: AdapterFile) -> str:
+    """The same on every stage of a pipeline, whichever tensors it uses."""
+    with open(os.path.join(path, CONFIG), "rb") as config:
+        digest = blake2b(config.read(), digest_size=16)
+    for name in sorted(file.shapes):
+        digest.update(name.encode())
+        digest.update(file.read(name).contiguous().view(torch.uint8).flatten().numpy().data)
+    return digest.hexdigest()
 
 
 def _add_pair(
@@ -199,7 +209,8 @@ def _open_weights(folder: str, places: AdapterPlaces, limits: AdapterLimits) -> 
         path = os.path.join(folder, TORCH_WEIGHTS)
         if not os.path.isfile(path):
             raise CheckpointError(f"{folder} holds no {WEIGHTS}, nor {TORCH_WEIGHTS}", param="lora_path")
-        most = sum(8 * _most_numbers(place, limits) for place in places.by_name.values()) + _SLACK
+        most = places.most * sum(8 * _most_numbers(place, limits) for place in places.by_name.values())
+        most += 8 * places.ends + _SLACK
         if (size := os.path.getsize(path)) > most:  # such a file is read before its shapes are known
             raise CheckpointError(f"{path} has {size} bytes; an adapter of this model has {most} at most")
         return TorchAdapter(path)
@@ -221,7 +232,7 @@ class _AdapterNames:
 
     def __init__(self, file: AdapterFile, places: AdapterPlaces, config: AdapterConfig) -> None:
         self._file, self._places, self._config = file, places, config
-        most = _TENSORS * len(places.by_name)
+        most = _TENSORS * len(places.by_name) * places.most
         if len(file.shapes) > most:
             raise file.wrong(f"it has {len(file.shapes)} tensors; an adapter of this model has {most} at most")
         self._modules: dict[str, dict[str, str]] = {}  # module -> half -> name of the tensor
@@ -232,6 +243,10 @@ class _AdapterNames:
                 raise file.wrong(f"{module!r} has {half} twice: {name!r} and {halves[half]!r}")
         if not self._modules:
             raise file.wrong("there are no tensors")
+        # Their own stages check them.
+        self.elsewhere = sorted(m for m in self._modules if places.find(m) is None and places.lies_elsewhere(m))
+        for module in self.elsewhere:
+            del self._modules[module]
 
     def pairs(self) -> list[AdapterPair]:
         plain, stacks = self._sort()
@@ -243,7 +258,7 @@ class _AdapterNames:
             if (other := seen.setdefault(place.name, module)) != module:
                 raise self._file.wrong(f"{module!r} and {other!r} are the same layer")
             pairs.append(AdapterPair(module, place, *self._halves(module, place, halves)))
-        if not pairs:
+        if not pairs and not self.elsewhere:
             raise self._file.wrong("there are no adapters in it, only weights of the base model")
         return [pair._replace(is_reversed=pair.place.is_stack and self._is_reversed(pair, pairs)) for pair in pairs]
 

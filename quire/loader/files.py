@@ -109,19 +109,20 @@ def read_weights(
     map_location: str | dict[str, str] = "cpu",
     keeps: Callable[[int], bool] = lambda type_id: False,
     prefetch: bool = True,
+    skips: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[WeightPiece]:
     """Every tensor once. `dtype` and `device` are what decoding aims at; plain numbers come as they are stored.
     `keeps`: types of GGUF blocks that are wanted as CodedMatrix. `prefetch`: let the system read ahead whole tensors of
-    safetensors files; else only the pages that are touched are read."""
+    safetensors files; else only the pages that are touched are read. `skips`: names of which nothing is read."""
     if strategy not in (None, "lazy", "eager"):
         raise NotBuiltError(f"safetensors_load_strategy {strategy!r} is not supported; lazy and eager are")
     for path in files.paths:
         if files.kind == "gguf":
-            yield from _read_gguf(path, dtype, device, keeps)
+            yield from _read_gguf(path, dtype, device, keeps, skips)
         elif files.kind == "pt":
-            yield from _read_torch(path, map_location, files.owners)
+            yield from _read_torch(path, map_location, files.owners, skips)
         else:
-            yield from _read_safetensors(path, strategy == "eager", files.owners, prefetch)
+            yield from _read_safetensors(path, strategy == "eager", files.owners, prefetch, skips)
 
 
 def read_directory(files: WeightFiles, map_location: str | dict[str, str] = "cpu") -> dict[str, TensorAbout]:
@@ -241,24 +242,32 @@ def _nothing_found(folder: str, load_format: str) -> str:
     )
 
 
-def _read_safetensors(path: str, eager: bool, owners: Mapping[str, str], prefetch: bool) -> Iterator[WeightPiece]:
+def _read_safetensors(
+    path: str, eager: bool, owners: Mapping[str, str], prefetch: bool, skips: Callable[[str], bool]
+) -> Iterator[WeightPiece]:
     mine = os.path.basename(path)
     file = SafetensorsFile(path, eager=eager)
     for entry in file.entries:
-        if owners.get(entry.name, mine) == mine:
+        if owners.get(entry.name, mine) == mine and not skips(entry.name):
             if prefetch:
                 file.expect(entry)
             yield WeightPiece(entry.num_bytes, partial(file.read, entry))
 
 
 def _read_gguf(
-    path: str, dtype: torch.dtype, device: torch.device | str, keeps: Callable[[int], bool]
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    keeps: Callable[[int], bool],
+    skips: Callable[[str], bool],
 ) -> Iterator[WeightPiece]:
     weights = GGUFWeights(path)
     if keeps(_Q8_0) and (decoded := weights.decoded(keeps)):
         what = ", ".join(f"{count} of {name}" for name, count in decoded.items())
         _log.info("Decoded while loading, because nothing multiplies them as they are stored: %s", what)
     for recipe in weights.recipes:
+        if recipe.prefix and skips(recipe.prefix):
+            continue
         weights.expect(recipe)
         yield WeightPiece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device, keeps))
 
@@ -276,12 +285,14 @@ def torch_state(path: str, map_location: str | dict[str, str]) -> dict[str, Tens
     return state
 
 
-def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[str, str]) -> Iterator[WeightPiece]:
+def _read_torch(
+    path: str, map_location: str | dict[str, str], owners: Mapping[str, str], skips: Callable[[str], bool]
+) -> Iterator[WeightPiece]:
     state = torch_state(path, map_location)
     mine = os.path.basename(path)
     for name in list(state):
         tensor = state.pop(name).detach()
-        if owners.get(name, mine) == mine:
+        if owners.get(name, mine) == mine and not skips(name):
             yield WeightPiece(tensor.nbytes, partial(_named, name, tensor))
         del tensor
 

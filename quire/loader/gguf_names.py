@@ -27,6 +27,7 @@ class Recipe(NamedTuple):
     sources: tuple[str, ...]  # tensors in the file
     make: Callable[..., Pieces]  # their values -> named checkpoint tensors
     by_rows: bool = False  # it only names, splits or reorders whole rows, so it works on rows of bytes too
+    prefix: str = ""  # of the names that it makes, "model.layers.3."; "": of no layer
 
 
 class TensorLocation(NamedTuple):
@@ -79,7 +80,7 @@ def recipes(metadata: Mapping[str, Any], present: Mapping[str, Any]) -> list[Rec
         prefix = f"{family.layers}.{layer}." if layer >= 0 else ""
         recipe = rule(TensorLocation(name, stem, suffix, prefix, heads, kv_heads, present))
         if recipe is not None:
-            out.append(recipe)
+            out.append(recipe._replace(prefix=prefix))
     if unknown:
         shown = ", ".join(unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
         raise CheckpointError(f"GGUF tensors that the {arch!r} family does not define: {shown}")

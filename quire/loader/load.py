@@ -26,6 +26,7 @@ from quire.base.progress import progress
 from quire.checkpoint.quantization import PICKLED, read_quantization
 from quire.config.engine import EngineConfig, replace
 from quire.layers.stored import reopen_matrices
+from quire.layers.table import WeightTable
 from quire.loader.by_layer import check_complete
 from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_metadata, read_weights
 from quire.loader.gguf_file import pieces_of
@@ -110,11 +111,11 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
                 param="quantization",
             )
         if not group.is_alone:
+            name, size = ("tensor", group.size) if group.size > 1 else ("pipeline", group.stages)
             raise NotBuiltError(
-                f"tensor_parallel_size={group.size} is built for declared architectures only, not for transformers' "
-                "own code",
-                param="tensor_parallel_size",
-                value=group.size,
+                f"{name}_parallel_size={size} is built for declared architectures only, not for transformers' own code",
+                param=f"{name}_parallel_size",
+                value=size,
             )
         from quire.hf_models.foreign import build_fallback  # lazy
 
@@ -124,7 +125,7 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
         )  # fmt: skip
         return cast(Model, foreign)  # all of it but `table`: transformers reads its weights
     if config.load_config.load_format != "dummy":
-        check_files(read_arch(about.hf_config), _num_bytes(weight_files(config, group)) * group.size)
+        check_files(read_arch(about.hf_config), _num_bytes(weight_files(config, group)) * group.world_size)
     return build_model(
         about.hf_config,
         dtype=dtype,
@@ -142,6 +143,13 @@ def make_pooling_model(config: EngineConfig, kernels: Kernels, group: ShardGroup
             "pooling models run Quire's own declarations only: model_impl='transformers' and registered classes "
             "cannot be pooled",
             param="model_impl",
+        )
+    if group.stages > 1:
+        raise NotBuiltError(
+            f"pipeline_parallel_size={group.stages}: pooling models are not cut into stages; tensor_parallel_size is "
+            "there for them",
+            param="pipeline_parallel_size",
+            value=group.stages,
         )
     from quire.loader.dense import pooling_kind  # lazy
     from quire.models.encoder import EncoderArch  # lazy
@@ -202,6 +210,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     if cache is not None and cache.restore():
         model.finish_weights()
         return files.num_bytes
+    table = _sharded_table(model) if sharded else model.table()
     # A model whose norms have no weights, and whose matrices are made as they arrive, has no parameter yet.
     device = model.storage.device if isinstance(model, HasStorage) else next(iter(model.named_parameters()))[1].device
     pieces = read_weights(
@@ -211,7 +220,8 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         strategy=how.safetensors_load_strategy,
         map_location=how.pt_load_map_location,
         keeps=_keeps(model) if about.weight_form == "stored" else lambda type_id: False,
-        prefetch=group.is_alone,
+        prefetch=group.size == 1,
+        skips=table.lies_elsewhere if isinstance(table, WeightTable) else _nothing_skipped,
     )
     with naming(about.path):
         stage = None if sharded else coded_stage(config, files)
@@ -221,7 +231,6 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         from quire.loader.mistral_names import renamed  # lazy
 
         pieces = renamed(pieces, about.hf_config)
-    table = _sharded_table(model) if sharded else model.table()
     sender = Sender(device)
 
     def send(tensor: Tensor | CodedMatrix) -> Tensor | CodedMatrix:
@@ -258,6 +267,10 @@ def _sharded_table(model: Model) -> TakesTensors:
 
     table: TakesTensors = ShardedTable(model)
     return table
+
+
+def _nothing_skipped(name: str) -> bool:
+    return False
 
 
 def _without_cache_scales(unexpected: list[str]) -> list[str]:
@@ -312,7 +325,7 @@ def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles
     if how.load_format == "sharded_state":
         from quire.loader.sharded import find_sharded, pattern_of  # lazy
 
-        return find_sharded(about.path, group.rank, pattern_of(how.model_loader_extra_config))
+        return find_sharded(about.path, group.world_rank, pattern_of(how.model_loader_extra_config))
     return find_weights(about.path, how.load_format, how.ignore_patterns)
 
 

@@ -80,7 +80,9 @@ def packed_cache_for(
         return None
     read = {"config": about.hf_config, "dtype": about.dtype, "form": about.weight_form,
             "format": config.load_config.load_format, "rank": group.rank, "ranks": group.size}  # fmt: skip
-    use = (about.convert,) if about.is_pooling else ()  # a pooling model has other parameters than a generating one
+    use: tuple[object, ...] = (about.convert,) if about.is_pooling else ()  # which has other parameters
+    if group.stages > 1:
+        use += (f"stage {group.stage}", group.stages, env.PP_LAYER_PARTITION.get())
     name = _digest(os.path.abspath(about.path), about.dtype, about.weight_form, group.rank, group.size, *use)
     paths = [piece for path in files.paths for piece in (pieces_of(path) if files.kind == "gguf" else (path,))]
     key = _digest(FORMAT, __version__, _code(), json.dumps(read, sort_keys=True, default=str), *map(_identity, paths))

@@ -1,7 +1,9 @@
 """The decoder: every text architecture is an Arch, and this builds and runs it.
 
 In: a Batch. Out: hidden states [T, width], then logits for the rows the worker selects. Attention goes through the
-batch's plans; weights are loaded through the table. Must not know: which model it is, only fields of Arch.
+batch's plans; weights are loaded through the table. A stage of a pipeline builds its own layers only: the first one
+embeds tokens, the others read the batch's `stream`, and all but the last return the stream for the next one. Must not
+know: which model it is, only fields of Arch.
 
     x, delta = stream and what the last sublayer adds to it; a norm joins the two (see Norm.add), so that the sum and
     the norm after it can be one kernel.
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +36,11 @@ from quire.layers.veto import hooks_of, vetoed
 from quire.models.arch import Arch
 from quire.models.blocks import BLOCKS, DecoderBlock, SharedBlock, Whole
 from quire.models.layout import arrange_for
+from quire.models.stage import Elsewhere, Stage
 from quire.ops.act import tanh
 from quire.ops.blocks import BlocksRun, StepTurn, join_blocks
 from quire.ops.lora import AdapterRows
-from quire.ops.parts import Delta
+from quire.ops.parts import Delta, whole
 from quire.quant.scheme import Storage
 from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVSpec
@@ -124,6 +127,11 @@ def _positions(arch: Arch, storage: Storage) -> nn.Module:
     return Embedding("model.embed_positions", arch.positions, arch.width, storage, offset=arch.position_offset)
 
 
+def _elsewhere() -> Any:
+    """Typed as the module that another stage has in its place."""
+    return Elsewhere()
+
+
 class Decoder(nn.Module):
     captures = True  # its forward never waits for the device: a decode step may be captured in a graph
 
@@ -131,40 +139,71 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch, self.storage = arch, storage
         self.captures = not isinstance(arch.state, KdaKind)  # its scan waits for the device
-        width, inner = arch.width, arch.embed_width or arch.width
-        self.embed = Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=arch.embed_scale, is_cut=True)
-        self.positions = _positions(arch, storage) if arch.positions else None
-        self.project_in = Linear("model.", inner, {"project_in": width}, storage) if arch.embed_width else None
-        self.project_out = Linear("model.", width, {"project_out": inner}, storage) if arch.embed_width else None
-        self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm else None
+        self.stage = Stage.of(storage.group, arch)
+        self._make_start(arch, storage)
+        self._make_layers(arch, storage, max_model_len)
+        self.adapters: StepAdapters | None = None  # unless the engine serves adapters
+        self._make_end(arch, storage)
+
+    def _make_start(self, arch: Arch, storage: Storage) -> None:
+        """What stands before the layers. The embedding is there for a tied head, too."""
+        width, inner, here = arch.width, arch.embed_width or arch.width, self.stage.is_first
+        embeds = here or (arch.tie and self.stage.is_last)
+        scale = arch.embed_scale
+        self.embed: Embedding = (
+            Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=scale, is_cut=True)
+            if embeds else _elsewhere()
+        )  # fmt: skip
+        self.positions = _positions(arch, storage) if arch.positions and here else None
+        narrow = bool(arch.embed_width) and here
+        self.project_in = Linear("model.", inner, {"project_in": width}, storage) if narrow else None
+        self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm and here else None
+
+    def _make_layers(self, arch: Arch, storage: Storage, max_model_len: int) -> None:
+        """`layers[i]` is layer i of the model; those of other stages are empty."""
         kinds: list = []  # distinct rotary kinds, in order of first use
-        for layer in arch.layers:
+        for layer in (arch.layers[i] for i in self.stage.layers):
             if layer.rope is not None and layer.rope not in kinds:
                 kinds.append(layer.rope)
         ropes = [Rope(kind, max_model_len, storage) for kind in kinds]
         self.ropes = nn.ModuleList(ropes)
         self._rotary_tables = [rope.tables for rope in ropes]
-        self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
-        self.layers = nn.ModuleList()
-        for i, (layer, which) in enumerate(zip(arch.layers, self.rope_of, strict=True)):
+        self.layers = nn.ModuleList(Elsewhere() for _ in arch.layers)
+        self.rope_of: list[int | None] = [None] * len(arch.layers)
+        for i in self.stage.layers:
+            layer = arch.layers[i]
+            which = self.rope_of[i] = None if layer.rope is None else kinds.index(layer.rope)
             layer_arch = replace(arch, order=layer.order or arch.order)
-            self.layers.append(
-                BLOCKS[layer_arch.order](layer_arch, i, None if which is None else ropes[which], storage)
-            )
-        uses = [layer.use for layer in self.layers if isinstance(layer, SharedBlock)]
+            self.layers[i] = BLOCKS[layer_arch.order](layer_arch, i, None if which is None else ropes[which], storage)
+        own = [self.layers[i] for i in self.stage.layers]
+        uses = [layer.use for layer in own if isinstance(layer, SharedBlock)]
         for use in uses:
             use.link(uses)
-        wholes = [layer.whole if type(layer) is DecoderBlock else None for layer in self.layers]
-        self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
+        wholes = [layer.whole if type(layer) is DecoderBlock else None for layer in own]
+        self._stretches = Stretch.cut(own, [self.rope_of[i] for i in self.stage.layers], wholes, storage)
         self._hooks = hooks_of(self.layers.modules())
-        self.adapters: StepAdapters | None = None  # unless the engine serves adapters
-        self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
+
+    def _make_end(self, arch: Arch, storage: Storage) -> None:
+        """What stands behind the layers."""
+        width, inner, here = arch.width, arch.embed_width or arch.width, self.stage.is_last
+        self.norm: Norm | NoNorm = NoNorm()
+        if arch.final_norm:
+            self.norm = Norm("model.norm", (width,), arch.norm, storage) if here else _elsewhere()
+        narrow = bool(arch.embed_width) and here
+        self.project_out = Linear("model.", width, {"project_out": inner}, storage) if narrow else None
         self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
-        self.head = Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied)
+        self.head: Head = (
+            Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied) if here else _elsewhere()
+        )
+
+    @property
+    def stream_width(self) -> int:
+        """Of what a stage hands to the next one: the stream, and the embedding where layers read that again."""
+        return self.arch.width * (1 if self.arch.shared is None else 2)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, width of the head]."""
+        """Hidden states [T, width of the head]; of a stage that is not the last, [T, stream_width] for the next."""
         if batch.adapter_index is not None and self.adapters is None:
             raise NotBuiltError("a step uses adapters, and the engine was started without enable_lora")
         if any(self._hooks):
@@ -180,22 +219,32 @@ class Decoder(nn.Module):
             rotaries = [RotaryTables(*tables(where)) for tables in self._rotary_tables]
         else:
             rotaries = [rope(where, channels) for rope in self.ropes]
+        x = self._embedded(batch) if self.stage.is_first else batch.stream
+        assert x is not None, "a stage got no stream from the one before"
+        if self.arch.shared is not None:
+            embedded = x
+            if not self.stage.is_first:
+                x, embedded = (part.contiguous() for part in x.split(self.arch.width, -1))
+            batch = replace(batch, embedded=embedded)
+        delta: Delta = None
+        for stretch in self._stretches:
+            x, delta = stretch(x, delta, batch, rotaries, adapters)
+        if not self.stage.is_last:
+            x = x if delta is None else x + whole(delta)
+            return x if batch.embedded is None else torch.cat((x, batch.embedded), -1)
+        x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]
+        return x if self.project_out is None else self.project_out(x)
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        """[T, width] as the first layer reads it."""
         x = self.embed(batch.token_ids)
         if batch.input_vectors is not None:
             x = x.index_copy(0, batch.input_vectors.places, batch.input_vectors.vectors.to(x.dtype))
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
-            x = x + self.positions(where)
-        if self.embed_norm is not None:
-            x = self.embed_norm(x)
-        if self.arch.shared is not None:
-            batch = replace(batch, embedded=x)
-        delta: Delta = None
-        for stretch in self._stretches:
-            x, delta = stretch(x, delta, batch, rotaries, adapters)
-        x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]
-        return x if self.project_out is None else self.project_out(x)
+            x = x + self.positions(batch.positions)
+        return x if self.embed_norm is None else self.embed_norm(x)
 
     def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """[S, width] -> [S, vocab] float32. `slots` [S]: of the rows' adapters; None: no row has one."""
@@ -216,7 +265,10 @@ class Decoder(nn.Module):
         self.forget_addresses()
         arch = self.arch
         ignore = (*arch.ignore, r"^lm_head\.weight$") if arch.tie else arch.ignore
-        return WeightTable.of(self, names=(*arch.names, *COMMON_NAMES), ignore=ignore, arrange=arrange_for(arch))
+        return WeightTable.of(
+            self, names=(*arch.names, *COMMON_NAMES), ignore=ignore, arrange=arrange_for(arch),
+            elsewhere=self.stage.elsewhere(arch),
+        )  # fmt: skip
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were used."""

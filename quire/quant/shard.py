@@ -1,8 +1,9 @@
 """Shards: the ranks that hold a model together, which part of an axis one of them has, and how a tensor is cut to it.
 
-A layer says what it is cut by (heads, entries of an mlp, rows of a vocabulary) and asks its `ShardGroup` for the
-`Span`; a weight scheme turns spans into a `Cut` of the tensor that a checkpoint stores. Sums over ranks go through
-`ShardGroup.reduce`, whoever provides it. Must not know: processes, devices, which layer it is.
+Stages of a pipeline have layers each, and the ranks of a stage share every one of these layers. A layer says what it is
+cut by (heads, entries of an mlp, rows of a vocabulary) and asks its `ShardGroup` for the `Span`; a weight scheme turns
+spans into a `Cut` of the tensor that a checkpoint stores. Sums over ranks go through `ShardGroup.reduce`, whoever
+provides it. Must not know: processes, devices, which layer it is.
 """
 
 from __future__ import annotations
@@ -75,15 +76,27 @@ def as_it_is(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks among which matrices are cut, as one of them sees it."""
+    """The ranks among which matrices are cut, as one of them sees it; and which of a pipeline's stages they are."""
 
     rank: int = 0
     size: int = 1
-    reduce: Callable[[Tensor], Tensor] = as_it_is  # the sum over all ranks, on each of them; may be done in place
+    reduce: Callable[[Tensor], Tensor] = as_it_is  # the sum over these ranks, on each of them; may be done in place
+    stage: int = 0
+    stages: int = 1
 
     @property
     def is_alone(self) -> bool:
-        return self.size == 1
+        """One worker has all of the model."""
+        return self.world_size == 1
+
+    @property
+    def world_size(self) -> int:
+        return self.size * self.stages
+
+    @property
+    def world_rank(self) -> int:
+        """Among the workers of all stages."""
+        return self.stage * self.size + self.rank
 
     def span(self, what: str, units: int, *, repeats: bool = False) -> Span:
         """An equal share of so many units. `repeats`: where there are fewer units than ranks, neighbours have the same

@@ -121,19 +121,33 @@ class Holds(Gate):
 
 class Overlap(Gate):
     """Plans out that one request may be in, where that is fewer than there may be. What has landed the scheduler counts
-    off."""
+    off.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    A plan takes no more than its share of the requests, so that there are others for the plans beside it: a pipeline
+    one of whose stages has all requests leaves the others without work.
+    """
+
+    def __init__(self, most: int, depth: int, max_num_seqs: int) -> None:
+        self.most, self._num_plans, self._max_num_seqs = most, -(-depth // most), max_num_seqs
+        self.left = 0  # requests that this plan may still take
+
+    def open(self, load: SchedulerLoad) -> None:
+        self.left = -(-min(load.running + load.waiting, self._max_num_seqs) // self._num_plans)
 
     def singles(self) -> int:
         return 0
 
+    def closed(self) -> bool:
+        return self.left == 0
+
     def admit(self, request: Request, count: int) -> int:
-        return count if request.num_flights < self.most else SKIP
+        if request.num_flights >= self.most:
+            return SKIP
+        return count if self.left else CLOSED
 
     def take(self, request: Request, count: int) -> None:
         request.num_flights += 1
+        self.left -= 1
 
 
 class ChunkLimit(Gate):
@@ -438,7 +452,7 @@ def make_gates(settings: SchedulerSettings, pace: TokenPace, shares: Shares, hol
     """In the order they are asked: those that judge the final count come last."""
     gates: list[Gate] = [holds, Sequences(settings.max_num_seqs), TenantRows(shares)]
     if settings.overlap is not None and settings.overlap < settings.depth:
-        gates.append(Overlap(settings.overlap))
+        gates.append(Overlap(settings.overlap, settings.depth, settings.max_num_seqs))
     if settings.long_prefill_threshold:
         gates.append(ChunkLimit(settings.long_prefill_threshold))
     gates.append(TokenBudget(settings.max_num_batched_tokens))

@@ -3,7 +3,8 @@
     layers ── same kind, window, page ──▶ classes ── one page size ──▶ groups of equal size ──▶ slots
 Pages of different size are made equal by giving the smaller ones more tokens per block, else by leaving room unused.
 Groups have the same number of layers, so that page p of every slot can serve any group: with 10 full and 52 windowed
-layers that is 1 + 5 groups over 11 slots, where a few places stay empty.
+layers that is 1 + 5 groups over 11 slots, where a few places stay empty. Stages of a pipeline have slots of their own,
+so that each allocates only those; every group has layers of all stages, as far as these have such layers.
 Must not know: torch, requests, how bytes were measured.
 """
 
@@ -26,33 +27,34 @@ TILE = 64  # tokens: attention kernels read a block in pieces of at most this ma
 PADDING = 1.1  # groups may cost this much more than the tightest arrangement, to be fewer
 
 Class = list[KVSpec]
+Stages = Sequence[Sequence[str]]  # layers of each
 
 
 def place(
     specs: Sequence[KVSpec],
-    free_bytes: int,
+    free_bytes: int | Sequence[int],
     *,
+    stages: Stages = (),
     num_blocks: int | None = None,
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int | None = None,
 ) -> KVLayout:
     """Place every layer; without any, a layout of no blocks (an encoder alone). `num_blocks` replaces what the bytes
-    allow; ConfigError if one longest request cannot fit.
+    allow; ConfigError if one longest request cannot fit. `stages`: the layers of each, where a pipeline divides them;
+    then `free_bytes` are those of each stage.
 
     `max_num_batched_tokens` is the most one step computes (unset: a whole request): windows are held that much longer.
     """
-    layout = arrange(specs, max_model_len, max_num_batched_tokens)
+    layout, free = arrange(specs, max_model_len, max_num_batched_tokens, stages), _room(free_bytes)
     if not layout.groups:
         log.info("No layer keeps anything between steps: there is no KV cache")
         return layout
-    block_bytes = layout.page_bytes * len(layout.slots)
-    layout = msgspec.structs.replace(
-        layout, num_blocks=num_blocks if num_blocks is not None else max(0, free_bytes) // block_bytes
-    )
+    fitting = _blocks_that_fit(layout, free, stages)
+    layout = msgspec.structs.replace(layout, num_blocks=num_blocks if num_blocks is not None else fitting)
     need = blocks_needed(layout, max_model_len, max_num_batched_tokens)
     if need > layout.num_blocks:
-        raise _too_small(layout, need, free_bytes, num_blocks, max_model_len, max_num_batched_tokens)
+        raise _too_small(layout, need, min(free), num_blocks, max_model_len, max_num_batched_tokens)
     if layout.num_blocks < max_num_seqs * len(layout.groups):
         log.warning(
             "%d KV blocks are fewer than one per group for each of max_num_seqs=%d requests: not all can run at once",
@@ -68,24 +70,26 @@ def place(
 
 def fit_length(
     specs: Sequence[KVSpec],
-    free_bytes: int,
+    free_bytes: int | Sequence[int],
     *,
     longest: int,
+    stages: Stages = (),
     num_blocks: int | None = None,
     max_num_batched_tokens: int | None = None,
 ) -> int:
     """The largest max_model_len up to `longest` of which one request fits; ConfigError if not even two tokens do."""
     if not specs:
         return longest
+    free = _room(free_bytes)
 
     def fits(length: int) -> bool:
-        layout = arrange(specs, length, max_num_batched_tokens)
-        there = num_blocks if num_blocks is not None else free_bytes // (layout.page_bytes * len(layout.slots))
+        layout = arrange(specs, length, max_num_batched_tokens, stages)
+        there = num_blocks if num_blocks is not None else _blocks_that_fit(layout, free, stages)
         return blocks_needed(layout, length, max_num_batched_tokens) <= there
 
     if longest < 2 or not fits(2):
         raise ConfigError(
-            f"no request of 2 tokens fits the KV cache: {free_bytes / GIB:.3f} GiB are free"
+            f"no request of 2 tokens fits the KV cache: {min(free) / GIB:.3f} GiB are free"
             + (f", num_gpu_blocks_override={num_blocks}" if num_blocks is not None else "")
             + f", longest allowed {longest}. Raise gpu_memory_utilization or kv_cache_memory_bytes",
             param="max_model_len",
@@ -103,7 +107,25 @@ def blocks_needed(layout: KVLayout, length: int, max_num_batched_tokens: int | N
     return sum(make_policy(group).peak(length, chunk) for group in layout.groups)
 
 
-def arrange(specs: Sequence[KVSpec], max_model_len: int, max_num_batched_tokens: int | None = None) -> KVLayout:
+def _room(free_bytes: int | Sequence[int]) -> list[int]:
+    return [max(0, own) for own in ([free_bytes] if isinstance(free_bytes, int) else free_bytes)]
+
+
+def _blocks_that_fit(layout: KVLayout, free: Sequence[int], stages: Stages) -> int:
+    """As many as the stage with the least room for its own slots has; one without slots needs none."""
+    counts = [_num_slots(layout, layers) for layers in stages] if stages else [len(layout.slots)]
+    return min(own // (layout.page_bytes * count) for own, count in zip(free, counts, strict=True) if count)
+
+
+def _num_slots(layout: KVLayout, layers: Sequence[str]) -> int:
+    """Of one stage."""
+    own = set(layers)
+    return sum(not own.isdisjoint(slot) for slot in layout.slots)
+
+
+def arrange(
+    specs: Sequence[KVSpec], max_model_len: int, max_num_batched_tokens: int | None = None, stages: Stages = ()
+) -> KVLayout:
     """Groups and slots, without a number of blocks."""
     if not specs:
         return KVLayout(num_blocks=0, page_bytes=0, groups=(), slots=(), specs=())
@@ -124,22 +146,32 @@ def arrange(specs: Sequence[KVSpec], max_model_len: int, max_num_batched_tokens:
     classes = _classes(_equal_pages(specs))
     chunk = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
     size = _group_size(classes, max_model_len, chunk)
-    groups = [
-        KVGroup(
-            kind=members[0].kind,
-            block_size=members[0].block_size,
-            window=members[0].window,
-            layers=tuple(spec.layer for spec in members[first : first + size]),
-        )
-        for members in classes
-        for first in range(0, len(members), size)
-    ]
+    counts = [-(-len(members) // size) for members in classes]  # groups of each class
+    owners = [set(layers) for layers in stages] or [set(names)]
+    groups: list[KVGroup] = []
+    slots: list[list[str]] = []
+    for members, count in zip(classes, counts, strict=True):
+        layers: list[list[str]] = [[] for _ in range(count)]
+        for own in owners:
+            mine = [spec.layer for spec in members if spec.layer in own]
+            share = -(-len(mine) // count) if stages else size
+            for i in range(count):
+                layers[i] += mine[i * share : (i + 1) * share]
+        first = members[0]
+        groups += [
+            KVGroup(kind=first.kind, block_size=first.block_size, window=first.window, layers=tuple(group))
+            for group in layers if group
+        ]  # fmt: skip
+    for own in owners:
+        of_groups = [[layer for layer in group.layers if layer in own] for group in groups]
+        height = max(map(len, of_groups))
+        slots += [[layers[i] for layers in of_groups if i < len(layers)] for i in range(height)]
     final = {spec.layer: spec for members in classes for spec in members}
     return KVLayout(
         num_blocks=0,
         page_bytes=_page_bytes(list(final.values())),
         groups=tuple(groups),
-        slots=tuple(tuple(g.layers[i] for g in groups if i < len(g.layers)) for i in range(size)),
+        slots=tuple(map(tuple, slots)),
         specs=tuple(final[name] for name in names),
     )
 

@@ -32,7 +32,7 @@ from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import PoolingParams
 from quire.schema.stats import NO_DRAFTS, CacheStats, StepStats
-from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, StepPlan, StepResult
+from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, RowToken, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
@@ -76,6 +76,7 @@ class Scheduler:
         # With one plan at a time the next one knows what rows have drafted; plans ahead have to assume the most.
         self.knows_drafts = self.drafts and config.depth == 1
         self.limits_overlap = config.overlap is not None and config.overlap < config.depth
+        self.told: list[RowToken] = []  # what workers that do not sample have to be told, where overlap is limited
         self.requests: dict[str, Request] = {}
         self.flights: deque[tuple[int, list[Request]]] = deque()  # plans out: step, requests parallel to its grants
         self.step = 0
@@ -191,12 +192,14 @@ class Scheduler:
             return StepPlan(step=self.step, grants=())
         self.flights.append((self.step, filled.requests))
         left, self.planner.left = tuple(self.planner.left), []
+        told, self.told = tuple(self.told), []
         return StepPlan(
             step=self.step,
             grants=tuple(filled.grants),
             joined=tuple(filled.joined),
             left=left,
             total_tokens=sum([grant.count for grant in filled.grants]),
+            sampled=told,
             moves=self.kv.moves.take() if self.kv.moves.waiting else (),
             adapters=() if self.planner.adapters is None else self.planner.adapters.take_placements(),
         )
@@ -237,6 +240,9 @@ class Scheduler:
                 else:
                     new, ending = append(request, new)
                 generated_tokens += len(new)
+                if self.limits_overlap and ending is None:
+                    end = len(request.tokens)
+                    self.told += [RowToken(request.id, end - len(new) + i, token) for i, token in enumerate(new)]
             if request.computed >= request.next_block:
                 kv.commit(request)
             if plain and ending is None and request.last_token is not None:

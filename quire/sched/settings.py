@@ -88,6 +88,7 @@ class SchedulerSettings:
             max_num_seqs=options.max_num_seqs,
             policy=options.policy,
             depth=depth,
+            overlap=1 if config.parallel_config.pipeline_parallel_size > 1 else None,
             num_drafts=config.num_speculative_tokens,
             chunked_prefill=options.enable_chunked_prefill,
             long_prefill_threshold=options.long_prefill_token_threshold if options.enable_chunked_prefill else 0,

@@ -11,6 +11,7 @@ Read by: the scheduler's KV cache (groups, policies) and worker/kv_memory.py (te
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 import msgspec
 
@@ -87,6 +88,22 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def total_bytes(self) -> int:
         return self.num_blocks * self.page_bytes * len(self.slots)
 
+    def only(self, layers: Collection[str]) -> KVLayout:
+        """The same for a pipeline stage that has these layers: memory of its own slots, the tables of all groups."""
+        if len(layers) == len(self.specs):
+            return self
+        slots = (tuple(layer for layer in slot if layer in layers) for slot in self.slots)
+        groups = [
+            msgspec.structs.replace(group, layers=tuple(layer for layer in group.layers if layer in layers))
+            for group in self.groups
+        ]
+        return msgspec.structs.replace(
+            self,
+            groups=tuple(groups),
+            slots=tuple(slot for slot in slots if slot),
+            specs=tuple(spec for spec in self.specs if spec.layer in layers),
+        )
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker reports once its model is loaded."""
@@ -97,3 +114,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     weight_bytes: int
     load_seconds: float = 0.0
+    stage: int = 0  # of a pipeline
+    stages: tuple[tuple[str, ...], ...] = ()  # of all workers together: the layers in `specs` that each stage has

@@ -17,6 +17,9 @@ furthest the row can be: a worker starts where its own row ends, and blocks are 
 Moves copy blocks before the forward pass, or after it, in the order of the plan: within the cache, in from a slot of
 some other memory, or out to one. A block named in a plan's tables may be one that a move of the same plan fills.
 
+Stages of a pipeline: only the last one samples, so `StepPlan.sampled` tells the others which tokens rows have got; it
+is applied before anything else of the plan. There no request is in two plans at once.
+
 Block tables are kept by difference. A row's table is, per group, NewRow.blocks and then every Grant.new_blocks of that
 row in the order of steps; entry i is the block of positions [i * block_size, (i + 1) * block_size) of that group, or -1
 where the group needs none. Entries are never withdrawn: once no later query of the row can read a block (it fell out of
@@ -69,6 +72,14 @@ class Grant(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     num_drafts: int = 0  # of `count`: positions for drafts of the row, of which there may be fewer
 
 
+class RowToken(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A token that a row has got, for workers that do not sample."""
+
+    request_id: str
+    position: int
+    token_id: int
+
+
 class Direction(enum.StrEnum):
     """Where a block is copied from and to."""
 
@@ -100,6 +111,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     joined: tuple[NewRow, ...] = ()
     left: tuple[str, ...] = ()  # rows to free before `joined` is applied: finished, aborted or preempted requests
     total_tokens: int = 0
+    sampled: tuple[RowToken, ...] = ()  # since the plan before, where stages share the model
     moves: tuple[Move, ...] = ()
     encode: tuple[EncodeItem, ...] = ()
     free_encoded: tuple[str, ...] = ()  # keys of encoded items that nobody needs any more

@@ -82,7 +82,11 @@ def start_cuda(rank: int = 0) -> None:
 def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str, Any]:
     """All that decides which kernels a worker will want. Each rank has a record of its own, so that all of them compile
     in the same start: a dry run has sums over ranks in it, which all must take part in."""
-    model, scheduler = config.model_config, config.scheduler_config
+    model, scheduler, stages = (
+        config.model_config,
+        config.scheduler_config,
+        config.parallel_config.pipeline_parallel_size,
+    )
     gpu = find_gpu()
     return {
         "gpu": "" if gpu is None else gpu.name,
@@ -97,4 +101,5 @@ def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str
         "attention": config.attention_config.backend,
         "fixed": env.BATCH_INVARIANT.get(),
         **({"rank": rank, "ranks": num_workers} if num_workers > 1 else {}),
+        **({"stages": stages, "layers": env.PP_LAYER_PARTITION.get()} if stages > 1 else {}),
     }

@@ -21,7 +21,13 @@ from quire.worker.adapters import WorkerAdapters
 
 if TYPE_CHECKING:
     from quire.config.extras import LoRAConfig
+    from quire.models.arch import Arch
     from quire.models.build import Model
+
+
+def _ends_of(arch: Arch, rank: int) -> int:
+    """Numbers of an adapter of embedding and head, copies of both included."""
+    return 2 * arch.vocab * (arch.width + rank) + 2 * arch.width * rank
 
 
 def give_slots(model: Model, lora: LoRAConfig, dtype: torch.dtype, kernels: Kernels) -> WorkerAdapters:
@@ -33,7 +39,10 @@ def give_slots(model: Model, lora: LoRAConfig, dtype: torch.dtype, kernels: Kern
     step = model.adapters = StepAdapters()
     like = torch.empty(0, dtype=dtype, device=kernels.device)
     layers = attach(model, step, lora.max_loras, lora.max_lora_rank, like, kernels)
-    places = AdapterPlaces(model, model.table())
+    most, ends = (
+        (1, 0) if model.stage.count == 1 else (len(model.arch.layers), _ends_of(model.arch, lora.max_lora_rank))
+    )
+    places = AdapterPlaces(model, model.table(), most=most, ends=ends)
     model.finish_weights()  # a table opens matrices that lie in panels
     limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)
     return WorkerAdapters(partial(read_adapter, places=places, limits=limits), layers, step)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quire.models.build import Model
     from quire.worker.adapters import WorkerAdapters
     from quire.worker.early import Early
+    from quire.worker.pipe import Link
 
 _log = logger(__name__)
 
@@ -84,16 +85,19 @@ def build_worker(
     if device.type == "cpu":
         register(threads)
     made = worker_class(config.parallel_config.worker_extension_cls)
-    return made(config, device, PARTS, laps, early, _group(rank, num_workers, meeting, device))
+    group, link = _join(config, rank, num_workers, meeting, device)
+    return made(config, device, PARTS, laps, early, group, link)
 
 
-def _group(rank: int, num_workers: int, meeting: str, device: torch.device) -> ShardGroup:
+def _join(
+    config: EngineConfig, rank: int, num_workers: int, meeting: str, device: torch.device
+) -> tuple[ShardGroup, Link | None]:
     if num_workers == 1:
-        return ALONE
+        return ALONE, None
     from quire.worker.ranks import join  # lazy
 
-    group: ShardGroup = join(rank, num_workers, meeting, device)
-    return group
+    joined = join(rank, num_workers, meeting, device, config.parallel_config.pipeline_parallel_size)
+    return joined.group, joined.link
 
 
 def set_up_gpu(laps: Laps, rank: int = 0, num_workers: int = 1) -> torch.device:

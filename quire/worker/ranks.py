@@ -1,29 +1,35 @@
 """The ranks of an engine: this worker joins the process group of all of them, and gets its share of the model.
 
-In: which rank of how many, and the URL at which they meet. Out: a ShardGroup whose sums go through torch.distributed:
-NCCL between GPUs, gloo between CPU processes. World size 1 joins nothing. Must not know: models, or how processes were
-started.
+In: which rank of how many, in how many pipeline stages, and the URL at which they meet. Out: a ShardGroup whose sums go
+through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes. World
+size 1 joins nothing. Must not know: models, or how processes were started.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
 from quire.base import env
 from quire.base.log import logger
-from quire.quant.shard import ALONE, ShardGroup
+from quire.quant.shard import ShardGroup, as_it_is
 from quire.schema.errors import ConfigError
+from quire.worker.pipe import Link, Sent
 
 _log = logger(__name__)
 
 
-def join(rank: int, size: int, meeting: str, device: torch.device) -> ShardGroup:
-    """Returns once all ranks are there."""
-    if size == 1:
-        return ALONE
+class Joined(NamedTuple):
+    group: ShardGroup
+    link: Link | None  # None: one stage
+
+
+def join(rank: int, size: int, meeting: str, device: torch.device, stages: int = 1) -> Joined:
+    """Returns once all ranks are there. The ranks of a stage follow each other."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     env.keep_on_this_host()
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
@@ -31,8 +37,32 @@ def join(rank: int, size: int, meeting: str, device: torch.device) -> ShardGroup
         backend, init_method=meeting, rank=rank, world_size=size, timeout=limit,
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
-    _log.info("Rank %d of %d (%s)", rank, size, backend)
-    return ShardGroup(rank, size, _sum)
+    share = size // stages
+    stage, own = divmod(rank, share)
+    if stages == 1:
+        _log.info("Rank %d of %d (%s)", rank, size, backend)
+        return Joined(ShardGroup(rank, size, _sum_over(None)), None)
+    _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
+    reduce: Callable[[Tensor], Tensor] = as_it_is
+    if share > 1:  # every rank makes the groups of all stages
+        groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
+        reduce = _sum_over(groups[stage])
+    return Joined(ShardGroup(own, share, reduce, stage, stages), _ProcessLink(rank - share, rank + share))
+
+
+class _ProcessLink:
+    """To the ranks of the same number in the neighbouring stages."""
+
+    def __init__(self, before: int, after: int) -> None:
+        self._before, self._after = before, after
+
+    def receive(self, into: Tensor) -> None:
+        distributed.recv(into.view(torch.uint8), self._before)
+
+    def send(self, x: Tensor) -> Sent:
+        sent = distributed.isend(x.view(torch.uint8), self._after)
+        assert sent is not None  # this rank is in the group
+        return sent
 
 
 def leave() -> None:
@@ -41,10 +71,13 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-def _sum(x: Tensor) -> Tensor:
-    """In place. The result has the same bits on every rank: each entry is added up once, and then sent to all."""
-    distributed.all_reduce(x)
-    return x
+def _sum_over(group: Any) -> Callable[[Tensor], Tensor]:
+    def sum_(x: Tensor) -> Tensor:
+        """In place. The result has the same bits on every rank: each entry is added up once, and then sent to all."""
+        distributed.all_reduce(x, group=group)
+        return x
+
+    return sum_
 
 
 def gpu_of(rank: int, size: int) -> int:
@@ -53,8 +86,8 @@ def gpu_of(rank: int, size: int) -> int:
     if rank < count:
         return rank
     raise ConfigError(
-        f"rank {rank} has no GPU: tensor_parallel_size is {size}, and {count} GPUs are visible "
-        "(CUDA_VISIBLE_DEVICES, nvidia-smi)",
+        f"rank {rank} has no GPU: there are {size} ranks (tensor_parallel_size x pipeline_parallel_size), and {count} "
+        "GPUs are visible (CUDA_VISIBLE_DEVICES, nvidia-smi)",
         param="tensor_parallel_size",
         value=size,
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.ops.copy import uploader
 from quire.schema.kv import KVGroup, KVKind
-from quire.schema.step import Grant, NewRow, StepPlan
+from quire.schema.step import Grant, NewRow, RowToken, StepPlan
 from quire.worker.row_extras import RowExtras
 from quire.worker.staging import align
 
@@ -138,6 +138,14 @@ class Rows:
     @property
     def num_rows(self) -> int:
         return len(self.request_of)
+
+    def write(self, sampled: Sequence[RowToken]) -> None:
+        """Tokens that rows have got on another stage."""
+        known = [(self.row_of[new.request_id], new.position, new.token_id) for new in sampled
+                 if new.request_id in self.row_of]  # fmt: skip
+        if known:
+            rows, positions, tokens = self._upload(np.array(known, np.int64).T.copy())
+            self.tokens[rows, positions] = tokens.to(self.tokens.dtype)
 
     def apply(self, plan: StepPlan) -> RowChanges:
         changes = RowChanges()

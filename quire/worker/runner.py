@@ -6,7 +6,10 @@ result is read: each writes its tokens into the rows, where the next one finds t
 On a device of its own (device_inputs.py) nothing here waits for it: results are copied to pinned memory behind an
 event, and a step whose rows need only the plain choice is launched whole by forward(), as a graph where one fits.
 A request whose logits are not numbers, whose parameters cannot be served, or whose processor failed is named in
-StepResult.failed; the others go on. Must not know: why this plan, how a model is built or loaded.
+StepResult.failed; the others go on.
+Of a pipeline every stage has a runner: the model gets its input and gives its output through a Pipe, and only the last
+stage samples; the others are told what was sampled by plans. Must not know: why this plan, how a model is built or
+loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
-from quire.layers.batch import ScaledCache
+from quire.layers.batch import Batch, ScaledCache
 from quire.ops.copy import downloader, upload
 from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
 from quire.sampling.sampler import FILTERS, Sampler
@@ -42,6 +45,7 @@ from quire.worker.rows import Rows
 if TYPE_CHECKING:
     from quire.models.build import Model
     from quire.worker.adapters import WorkerAdapters
+    from quire.worker.pipe import Pipe
 
 _LOGIT_BYTES = 1 << 26  # largest temporary for the logits of prompt positions
 
@@ -138,6 +142,7 @@ class ModelRunner:
         mixed: MixedGraphs | None = None,
         scaled: Mapping[str, ScaledCache] | None = None,  # caches with scales per layer, by the layer's name
         adapters: WorkerAdapters | None = None,  # None: no plan may place one
+        pipe: Pipe | None = None,  # None: all layers are here
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
@@ -146,6 +151,7 @@ class ModelRunner:
         self._download = downloader(rows.tokens.device)
         self.scaled = scaled or {}
         self.drafts: Drafts | None = None
+        self.pipe, self.samples = pipe, pipe is None or pipe.is_last
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
@@ -166,6 +172,8 @@ class ModelRunner:
             if self.adapters is None:
                 raise NotBuiltError("a plan places adapters, and the worker was made without slots for them")
             self.adapters.place(plan.adapters)
+        if plan.sampled and not self.samples:
+            self.rows.write(plan.sampled)
         changes = self.rows.apply(plan)
         if self.drafts is not None and (plan.left or plan.joined):
             self.drafts.follow(plan)
@@ -191,14 +199,17 @@ class ModelRunner:
     def _start(self, plan: StepPlan, shape: StepShape) -> _Flight:
         batch = build(shape, self.rows, self.backend)
         flight = _Flight(plan, shape, *sampled_of(shape, self.rows))
-        flight.hidden, flight.logit_index = self.model.forward(batch), batch.logit_index
+        flight.hidden, flight.logit_index = self._compute(batch), batch.logit_index
         flight.adapter_index = batch.adapter_index
         return flight
+
+    def _compute(self, batch: Batch) -> Tensor:
+        return self.model.forward(batch) if self.pipe is None else self.pipe.run(self.model.forward, batch)
 
     def _launch(self, plan: StepPlan, shape: StepShape, inputs: DeviceInputs) -> _Flight:
         """The whole step, choice of tokens included, where the rows' parameters allow it."""
         flight = _Flight(plan, shape, *sampled_of(shape, self.rows))
-        need = self.sampler.plain_needs(flight.sample_rows)
+        need = self.sampler.plain_needs(flight.sample_rows) if self.samples else None
         if need is not None:
             self.sampler.plain.refresh()
         measures = any(cache.uncalibrated for cache in self.scaled.values())  # which no graph can
@@ -230,7 +241,7 @@ class ModelRunner:
         """A step without a graph."""
         step = inputs.build(flight.shape, self.backend)
         flight.adapter_index = step.batch.adapter_index
-        self._choose(flight, self.model.forward(step.batch), step.sampled, need)
+        self._choose(flight, self._compute(step.batch), step.sampled, need)
 
     @torch.inference_mode()
     def _choose(self, flight: _Flight, hidden: Tensor, sampled: SamplingIndices, need: int | None) -> None:
@@ -256,6 +267,8 @@ class ModelRunner:
             raise RuntimeError(f"sample() of step {step} without a forward() that granted tokens")
         if flight.plan.step != step:
             raise RuntimeError(f"step {step} is to be sampled, and step {flight.plan.step} was started last")
+        if not self.samples:
+            return PendingStep(flight.plan, seconds=flight.seconds)
         if flight.pending is not None and mask is not None and mask.index:
             raise RuntimeError("a mask came for a step none of whose requests asked for structured outputs")
         pending = flight.pending or PendingStep(flight.plan, flight.sample_grants)

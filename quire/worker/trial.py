@@ -130,8 +130,12 @@ class Trial:
         rows = np.arange(len(counts))
         shape = StepShape(rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows)
         runner, step = self._runner, self._inputs.build(shape, self._runner.backend)
-        hidden = runner.model.forward(step.batch)
         if not isinstance(runner, ModelRunner):  # what follows is small beside it
+            runner.model.forward(step.batch)
+            return
+        batch = step.batch if runner.pipe is None else runner.pipe.blank(step.batch)
+        hidden = runner.model.forward(batch)
+        if not runner.samples:
             return
         logits = runner.model.narrow_logits(hidden.index_select(0, step.batch.logit_index))
         runner.sampler.plain.refresh()

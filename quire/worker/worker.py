@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from quire.models.build import Model
     from quire.worker.adapters import WorkerAdapters
     from quire.worker.early import Early
+    from quire.worker.pipe import Link, Pipe
     from quire.worker.pooling_runner import PendingPooled, PoolingRunner
 
 _log = logger(__name__)
@@ -107,9 +108,10 @@ class Worker:
         laps: Laps | None = None,
         early: Early | None = None,  # what was begun before torch was there; None on CPU
         group: ShardGroup = ALONE,
+        link: Link | None = None,  # to the neighbouring pipeline stages; None: there are none
     ) -> None:
-        self.config, self.device, self.group = config, device, group
-        self.rank = self.local_rank = group.rank
+        self.config, self.device, self.group, self._link = config, device, group, link
+        self.rank = self.local_rank = group.world_rank
         self.kernels = Kernels.here(device)  # what this worker's model computes with, whatever others of the process do
         self._laps, self._early = laps or Laps(), early
         self._parts = parts
@@ -157,6 +159,7 @@ class Worker:
             num_parameters=num_numbers(model, weights),
             weight_bytes=sum(p.numel() * p.element_size() for p in weights),
             load_seconds=now() - began,
+            stage=self.group.stage,
         )
 
     def _compile(self, early: Early) -> None:
@@ -186,7 +189,7 @@ class Worker:
         """Bytes for the KV cache; called once the weights are loaded."""
         configured = self.config.cache_config.kv_cache_memory_bytes
         if self.device.type == "cpu":
-            return kv_bytes(configured, num_workers=self.group.size)
+            return kv_bytes(configured, num_workers=self.group.world_size)
         if configured is not None or not self._specs:  # without specs nothing is kept between steps
             return configured or 0
         return self._gpu_bytes()
@@ -216,7 +219,7 @@ class Worker:
 
     def init_kv(self, layout: KVLayout) -> None:
         """Allocate the KV cache and everything whose size depends on it."""
-        self._runner = runner = self._make_runner(layout)
+        self._runner = runner = self._make_runner(layout.only({spec.layer for spec in self._specs}))
         self.forward, self.sample = runner.forward, runner.sample
         report(self._scaled, self._kv_scales, measured=self.config.cache_config.calculate_kv_scales)
 
@@ -235,7 +238,9 @@ class Worker:
             pooling: PoolingRunner = make_pooling_runner(model, self.config, rows, backend, kv)
             return pooling
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
-        runner = ModelRunner(model, rows, sampler, backend, kv=kv, scaled=scaled, adapters=self._adapters)
+        runner = ModelRunner(
+            model, rows, sampler, backend, kv=kv, scaled=scaled, adapters=self._adapters, pipe=self._make_pipe()
+        )
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
@@ -254,9 +259,19 @@ class Worker:
                 runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
         return runner
 
+    def _make_pipe(self) -> Pipe | None:
+        if self._link is None:
+            return None
+        from quire.worker.pipe import Pipe, StagedModel  # lazy
+
+        model = self.get_model()
+        assert isinstance(model, StagedModel)  # others were refused when they were made
+        pipe: Pipe = Pipe(self.group, self._link, model.stream_width, getattr(torch, self.config.model_config.dtype))
+        return pipe
+
     def _graph_sizes(self) -> tuple[int, ...]:
-        """Buckets of decode graphs: none on CPU; none larger than what holds every row."""
-        if self.device.type == "cpu" or not self.get_model().captures:
+        """Buckets of decode graphs: none on CPU, nor in a pipeline; none larger than what holds every row."""
+        if self.device.type == "cpu" or self.group.stages > 1 or not self.get_model().captures:
             return ()
         compilation = self.config.compilation_config
         mode = CUDAGraphMode[compilation.cudagraph_mode or "NONE"]

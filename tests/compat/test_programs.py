@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from quire import LLM, SamplingParams
 from tests.tiny_models import make_tiny
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -56,6 +57,17 @@ def test_basic_generate(model: str) -> None:
     texts = quoted(printed, "Output")
     assert len(texts) == 4
     assert len(set(texts)) == 4 and all(texts)
+
+
+def test_pipeline_parallel(model: str) -> None:
+    printed = run("pipeline_parallel", "--model", model, "-pp", "2")
+    assert quoted(printed, "Prompt") == PROMPTS
+    llm = LLM(model, max_model_len=128)
+    try:
+        whole = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+    finally:
+        llm.close()
+    assert quoted(printed, "Output") == [one.outputs[0].text for one in whole]
 
 
 def test_basic_chat_on_the_embedded_model(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`quire serve --tensor-parallel-size 2` as its operator sees it: answers, and what the death of a rank does."""
+"""`quire serve` with two ranks or two stages as its operator sees it: answers, and what the death of a rank does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.server.hosted import Hosted, hosted, wait_until
 from tests.tiny_models import make_tiny
@@ -44,9 +45,12 @@ class Reader(threading.Thread):
                         return
 
 
-def test_two_ranks_serve_and_a_killed_one_ends_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "name"), [("--tensor-parallel-size", "worker 1"), ("-pp", "worker 1, pipeline stage 1")]
+)
+def test_two_ranks_serve_and_a_killed_one_ends_the_server(flag: str, name: str, tmp_path: Path) -> None:
     make_tiny("LlamaForCausalLM", tmp_path)
-    flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "200")
+    flags = (flag, "2", "--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "200")
     with hosted(None, str(tmp_path), *flags, "--max-model-len", "256", fake=False) as server:
         answer = server.complete("abc", 8, logprobs=2)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
@@ -59,7 +63,7 @@ def test_two_ranks_serve_and_a_killed_one_ends_the_server(tmp_path: Path) -> Non
         os.kill(workers[1], signal.SIGKILL)
         for reader in readers:
             reader.join(60)
-            said = f"engine is dead: worker 1 (process {workers[1]}) was killed by SIGKILL"
+            said = f"engine is dead: {name} (process {workers[1]}) was killed by SIGKILL"
             assert said in reader.error, reader.error
         assert server.wait(60) == 1
         assert "worker 1" in server.log

@@ -72,9 +72,9 @@ def test_what_is_not_in_the_table_works() -> None:
     ("name", "value", "words"),
     [
         (
-            "pipeline_parallel_size",
+            "decode_context_parallel_size",
             2,
-            "of one machine (tensor_parallel_size), nothing else; leave pipeline_parallel_size at 1",
+            "(pipeline_parallel_size, tensor_parallel_size); leave decode_context_parallel_size at 1",
         ),
         ("max_lora_cls_labels", 2, "each layer and expert by itself; leave max_lora_cls_labels at None"),
         (

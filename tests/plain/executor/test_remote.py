@@ -20,9 +20,9 @@ import zmq
 from quire.base import env
 from quire.base.seal import Seal, SealError, new_secret
 from quire.base.sockets import Hub, Wire
-from quire.executor.base import Executor, WorkerProtocol, one_model
+from quire.executor.base import Executor, WorkerProtocol, least_by_stage, one_model
 from quire.executor.remote import RemoteExecutor, types_of
-from quire.schema.errors import CheckpointError, EngineDeadError, InputError, NotBuiltError
+from quire.schema.errors import CheckpointError, EngineDeadError, InputError
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec, ModelInfo
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan, StepResult
@@ -303,10 +303,37 @@ def test_types_are_read_from_the_one_declaration() -> None:
 
 def test_ranks_must_hold_the_same_layers() -> None:
     info = ModelInfo(specs=(SPEC,), vocab_size=9, max_positions=64, num_parameters=1, weight_bytes=1)
-    with pytest.raises(NotBuiltError, match="rank 1 keeps other KV"):
+    with pytest.raises(RuntimeError, match="rank 1 keeps other KV"):
         one_model([info, msgspec.structs.replace(info, specs=())])
     with pytest.raises(RuntimeError, match="rank 1 loaded a model of 8 tokens"):
         one_model([info, msgspec.structs.replace(info, vocab_size=8)])
+
+
+def test_ranks_of_two_stages_are_one_model() -> None:
+    info = ModelInfo(specs=(SPEC,), vocab_size=9, max_positions=64, num_parameters=1, weight_bytes=1)
+    other = msgspec.structs.replace(info, specs=(msgspec.structs.replace(SPEC, layer="other"),), stage=1)
+    infos = [info, info, other, other]
+    assert one_model(infos).stages == ((SPEC.layer,), ("other",))
+    assert one_model(infos).specs == (*info.specs, *other.specs)
+    assert least_by_stage(infos, [4, 3, 9, 8]) == [3, 8] and least_by_stage([info, info], [4, 3]) == [3]
+
+
+def test_the_last_stage_answers_for_a_step_and_workers_are_named_by_stage() -> None:
+    executor = RemoteExecutor(
+        Settings(), num_workers=4, stages=2, worker=f"{__name__}:RankWorker", config_type=f"{__name__}:Settings"
+    )  # type: ignore[arg-type]
+    try:
+        executor.forward(PLAN)
+        result = executor.sample(4, Mask(index=(0,), rows=bytes(8), words=2)).result()
+        assert result.sampled == [[42]]  # of rank 2
+        pids = executor.call("said", [], {}, 30.0)
+        os.kill(pids[3][4], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"worker 3, pipeline stage 1 \(process \d+\) was killed"):
+            for _ in range(600):
+                executor.call("said", [], {}, 30.0)
+                time.sleep(0.1)
+    finally:
+        executor.shutdown()
 
 
 # ---- the seal

@@ -160,3 +160,29 @@ def test_a_model_that_keeps_nothing_has_no_blocks() -> None:
     (done,) = scheduler.commit(plan, StepResult(step=plan.step, sampled=[[7]]))
     assert done.finish_reason is not None
     scheduler.audit()
+
+
+def test_stages_have_slots_of_their_own() -> None:
+    """Each stage's memory is for its layers, and every group is on both, so that no block is wasted on one."""
+    specs = [attention(f"l{i}", window=0 if i % 6 == 5 else 1024) for i in range(62)]  # 10 full, 52 windowed
+    names = [spec.layer for spec in specs]
+    stages = (tuple(names[:31]), tuple(names[31:]))
+    common = dict(max_model_len=32768, max_num_seqs=2, max_num_batched_tokens=2048)
+    whole = place(specs, 1 << 30, **common)
+    layout = place(specs, [1 << 29, 1 << 28], stages=stages, **common)
+    check(layout, specs)
+    assert [g.kind for g in layout.groups] == [g.kind for g in whole.groups]
+    parts = [layout.only(set(layers)) for layers in stages]
+    for part, layers in zip(parts, stages, strict=True):
+        assert {name for slot in part.slots for name in slot} == {spec.layer for spec in part.specs} == set(layers)
+        assert len(part.groups) == len(layout.groups) and part.num_blocks == layout.num_blocks
+    assert sum(len(part.slots) for part in parts) == len(layout.slots) <= len(whole.slots) + 1
+    assert parts[1].total_bytes <= 1 << 28 < parts[1].total_bytes + len(parts[1].slots) * layout.page_bytes
+    assert layout.only(set(names)) is layout
+
+
+def test_a_stage_without_a_cache_needs_no_memory() -> None:
+    specs = [attention("a"), attention("b")]
+    layout = place(specs, [0, 1 << 20], stages=((), ("a", "b")), max_model_len=64, max_num_seqs=1)
+    assert layout.num_blocks == (1 << 20) // (2 * layout.page_bytes) and not layout.only(()).slots
+    assert fit_length(specs, [0, 1 << 20], stages=((), ("a", "b")), longest=64) == 64

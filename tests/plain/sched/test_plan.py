@@ -12,6 +12,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.schema.kv import KVKind
 from quire.schema.messages import FinishReason
+from quire.schema.step import RowToken
 from tests.plain.sched.kit import EOS, Bench, counts, request
 
 
@@ -241,6 +242,37 @@ def test_depth_without_overlap_keeps_a_request_to_one_plan() -> None:
     assert bench.output("a") == bench.output("b") == [7, 7, 7, 7]
 
 
+def test_plans_without_overlap_share_the_requests() -> None:
+    """Or one stage of a pipeline would have all of them, and the other none."""
+    bench = Bench(depth=2, overlap=1)
+    bench.add(*(request(name, 6, 3) for name in "abcde"))
+    assert counts(bench.plan()) == {"a": 6, "b": 6, "c": 6} and counts(bench.plan()) == {"d": 6, "e": 6}
+    bench.commit()
+    assert counts(bench.plan()) == {"a": 1, "b": 1, "c": 1}
+    bench.commit()
+    assert counts(bench.plan()) == {"d": 1, "e": 1}
+    bench.commit()
+    bench.finish()
+    assert all(bench.output(name) == [7, 7, 7] for name in "abcde")
+
+
+def test_plans_tell_what_was_sampled_where_no_request_is_in_two_of_them() -> None:
+    bench = Bench(depth=2, overlap=1)
+    bench.add(request("a", 6, 3), request("b", 5, 1))
+    assert not bench.plan().sampled and not bench.plan().sampled
+    bench.commit()  # of a
+    assert bench.plan().sampled == (RowToken("a", 6, 7),)
+    bench.commit()  # b has ended: nobody needs its token
+    bench.commit()
+    assert bench.plan().sampled == (RowToken("a", 7, 7),)
+    plain = Bench(depth=2)
+    plain.add(request("a", 6, 3))
+    plain.plan()
+    plain.plan()
+    plain.commit()
+    assert not plain.plan().sampled  # a row on the device has its tokens
+
+
 def test_overlap_counts_the_plans_of_one_request() -> None:
     bench = Bench(depth=3, overlap=2)
     bench.add(request("a", 6, 9))
@@ -380,9 +412,10 @@ def test_from_config_reads_every_option(device: str) -> None:
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
         kv_events_config=Names(publishes=True),
         lora_config=Names(max_loras=3, max_cpu_loras=5), num_speculative_tokens=4,
+        parallel_config=Names(pipeline_parallel_size=2),
     )  # fmt: skip
     assert SchedulerSettings.from_config(config, max_model_len=50, depth=2) == SchedulerSettings(
-        max_model_len=50, max_num_batched_tokens=100, max_num_seqs=3, policy="priority", depth=2,
+        max_model_len=50, max_num_batched_tokens=100, max_num_seqs=3, policy="priority", depth=2, overlap=1,
         chunked_prefill=True, long_prefill_threshold=9, max_partial_prefills=2, max_long_partial_prefills=1,
         reserve_full_prompt=False, watermark=0.25, max_num_queued=11, max_num_queued_tokens=12, prefix_caching=False,
         hash_algorithm="sha256_cbor", events=True, latency_goal=0.025, max_loras=3, max_cpu_loras=5, num_drafts=4,
