@@ -112,7 +112,8 @@ def measure(task: str, rounds: int, options: dict[str, Any], speculative: dict[s
     wall, processor, ms_plain, ms_drafting = (statistics.median(column) for column in zip(*rows, strict=True))
     drafts = {name: value - before[name] for name, value in counted(drafting).items()}
     return {
-        "task": task, "method": speculative["method"], "load": round(os.getloadavg()[0], 1), "speed-up (wall)": round(wall, 2),
+        "task": task, "method": speculative["method"], "load": round(os.getloadavg()[0], 1),
+        "speed-up (wall)": round(wall, 2),
         "speed-up (processor)": round(processor, 2), "plain, ms of processor per token": round(1000 * ms_plain, 2),
         "drafting, ms of processor per token": round(1000 * ms_drafting, 2), "tokens equal": f"{same}/{num_tokens}",
         "speed-ups of rounds (processor)": [round(row[1], 2) for row in rows], **drafts,
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--model", default=None)
     parser.add_argument("--draft", help="a draft model for edit and prose, instead of n-grams and suffixes")
     parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--draft-quantization", help="of the draft model")
     parser.add_argument("--every-draft", action="store_true", help="draft and verify whatever it costs")
     options = parser.parse_args()
     given: dict[str, Any] = {"max_model_len": 2048} | ({"model": options.model} if options.model else {})
@@ -134,7 +136,7 @@ def main() -> None:
         if options.draft is not None:
             speculative = {
                 "method": "draft_model", "model": options.draft, "num_speculative_tokens": options.draft_tokens,
-                "adaptive": not options.every_draft,
+                "adaptive": not options.every_draft, "quantization": options.draft_quantization,
             }  # fmt: skip
         print(json.dumps(measure(task, options.rounds, given, speculative), indent=1), flush=True)
 
