@@ -1,7 +1,7 @@
 """A pruned copy of the embedded model, as its own draft model: python benchmarks/cpu/prune.py FOLDER --layers 15
 
-Layers are left out from the middle; the rest is decoded to float32 as it is. Nothing is trained, so this is about as bad
-as a draft model of its size gets.
+Layers are left out from the middle; the rest is decoded to float32 as it is. Nothing is trained, so this is about as
+bad as a draft model of its size gets. QUIRE_CPU_KERNELS=off lets parameters be plain tensors, which it needs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 from quire.checkpoint import embedded
 from quire.config import EngineArgs
 from quire.loader.load import load_model
-
-NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def main() -> None:

@@ -1,21 +1,20 @@
 """A draft model's own configuration: the options of speculative_config, resolved as those of any model are.
 
-In: what the user requested for the model, and the keys for its drafter. Out: a DrafterConfig.
-Must not know: how a drafter is built or computed.
+In: what the user requested for the model, and the keys for its drafter. Out: options to resolve, and then the model's
+configuration with the drafter's in it. Must not know: how a drafter is built or computed.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.base.log import logger
-from quire.config.args import EngineArgs
 from quire.config.drafting import DrafterConfig
+from quire.config.engine import replace
 from quire.config.memory import LoadConfig
 from quire.config.option import declarations, unknown
-from quire.schema.errors import ConfigError, NotBuiltError, QuireError
+from quire.schema.errors import ConfigError, NotBuiltError
 
 if TYPE_CHECKING:
-    from quire.config.drafting import SpeculativeConfig
     from quire.config.engine import EngineConfig
 
 log = logger(__name__)
@@ -24,23 +23,31 @@ _PLACE = "speculative_config"
 _SHARED = ("dtype", "trust_remote_code", "hf_token", "download_dir", "model_impl", "seed")
 
 
-def configure_drafter(
-    requested: Mapping[str, Any], config: "EngineConfig", speculative: "SpeculativeConfig"
-) -> DrafterConfig:
-    options = {name: requested[name] for name in _SHARED if requested.get(name) is not None}
-    options |= _load_options(speculative.draft_load_config or {})
-    args = EngineArgs(
-        model=speculative.model, revision=speculative.revision, quantization=speculative.quantization,
-        max_model_len=speculative.max_model_len, device=config.device_config.device, runner="generate",
-        skip_tokenizer_init=True, **options,
-    )  # fmt: skip
-    try:
-        drafter = args.create_engine_config()
-    except QuireError as wrong:
-        raise type(wrong)(f"{_PLACE}: draft model {speculative.model!r}: {wrong}", param=_PLACE) from None
+def draft_options(requested: Mapping[str, Any], config: "EngineConfig") -> dict[str, Any]:
+    """What a user would request to run the draft model by itself."""
+    speculative = config.speculative_config
+    assert speculative is not None
+    return {
+        **{name: requested[name] for name in _SHARED if requested.get(name) is not None},
+        **_load_options(speculative.draft_load_config or {}),
+        "model": speculative.model,
+        "revision": speculative.revision,
+        "quantization": speculative.quantization,
+        "max_model_len": speculative.max_model_len,
+        "device": config.device_config.device,
+        "runner": "generate",
+        "skip_tokenizer_init": True,
+    }
+
+
+def with_drafter(config: "EngineConfig", drafter: "EngineConfig") -> "EngineConfig":
+    """`drafter`: resolved from those options."""
+    speculative = config.speculative_config
+    assert speculative is not None
     _check(config, drafter)
     log.info("Draft model: %s, %s", speculative.model, drafter.model_config.architecture)
-    return DrafterConfig(drafter.model_config, drafter.load_config, drafter.cache_config.cache_dtype)
+    own = DrafterConfig(drafter.model_config, drafter.load_config, drafter.cache_config.cache_dtype)
+    return replace(config, speculative_config=replace(speculative, drafter=own))
 
 
 def _load_options(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """SpeculativeConfig: drafting tokens and verifying them. The options, what they may be together, and their defaults.
 
 In: the mapping that a user gave, or its shorthands. Out: a config whose method, number of tokens and limits are set,
-and the configuration of a draft model where the method has one (drafter.py).
+but for the configuration of a draft model, which is a model's like any other (drafter.py, resolve.py).
 Must not know: how a method drafts (quire/drafting), or anything about a checkpoint beyond its facts.
 """
 
@@ -123,10 +123,6 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     if method == "ngram":
         changes |= _lookup(speculative)
     _check_draft_keys(speculative, method)
-    if method in MODEL_METHODS:
-        from quire.config.drafter import configure_drafter  # lazy
-
-        changes["drafter"] = configure_drafter(requested, config, speculative)
     speculative = replace(speculative, **changes)
     log.info("Speculative decoding: %s, up to %d tokens per step", method, most)
     return replace(config, speculative_config=speculative, spec_method=None, spec_model=None, spec_tokens=None)
