@@ -39,8 +39,8 @@ class DraftBudget:
         self._said[request_id] = self._said.get(request_id, 0) + count
 
     def end(self, request_id: str) -> None:
-        if (said := self._said.pop(request_id, 0)) > 0:
-            self._mean_answer += _ANSWER_SHARE * (said - self._mean_answer)
+        if (num_tokens := self._said.pop(request_id, 0)) > 0:
+            self._mean_answer += _ANSWER_SHARE * (num_tokens - self._mean_answer)
 
     def learn_step(self, num_tokens: int, seconds: float) -> None:
         unit = seconds / self._lengths.costs.of(num_tokens)
@@ -83,8 +83,8 @@ class DraftBudget:
         """Whether the rest of an answer, as long as answers are, pays for reading the text first."""
         if tokens <= 2:
             return True
-        said = self._said.get(request_id, 0)
-        return max(self._mean_answer - said, said) * saved > self._reading(tokens)
+        num_tokens = self._said.get(request_id, 0)
+        return max(self._mean_answer - num_tokens, num_tokens) * saved > self._reading(tokens)
 
     def _reading(self, tokens: int) -> float:
         return self._pass_cost * self._lengths.costs.of(tokens)

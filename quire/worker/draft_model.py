@@ -57,13 +57,13 @@ class DraftModel:
         for name, length in zip(names, lengths, strict=True):  # its last token is always computed: it says what follows
             memory.computed[name] = min(memory.computed[name], length - 1)
         self._catch_up(names, lengths)
-        said: list[Tensor] = []
+        best: list[Tensor] = []
         for i in range(count):
             batch = memory.batch(names, [length + i for length in lengths])
             hidden = self._model.forward(batch).index_select(0, batch.logit_index)
-            said.append(self._model.narrow_logits(hidden).argmax(-1))
-            tokens[rows, places + i] = said[-1].to(tokens.dtype)
-        return dict(zip(names, torch.stack(said, 1).tolist(), strict=True))
+            best.append(self._model.narrow_logits(hidden).argmax(-1))
+            tokens[rows, places + i] = best[-1].to(tokens.dtype)
+        return dict(zip(names, torch.stack(best, 1).tolist(), strict=True))
 
     def _catch_up(self, names: list[str], lengths: list[int]) -> None:
         """Compute what is missing in steps of a bounded size, until one more step holds all that is left."""
