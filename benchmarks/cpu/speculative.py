@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from typing import Any
@@ -77,6 +78,7 @@ def agent(number: int) -> tuple[str, SamplingParams]:
 
 DRAFTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 TASKS = {"edit": edit, "prose": prose, "agent": agent}
+DRAFT_TASKS = {"edit": edit, "prose": prose}
 
 
 def answer(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[int], float, float]:
@@ -93,9 +95,9 @@ def counted(llm: LLM) -> dict[str, int]:
     return {name: metric.value for name, metric in zip(DRAFTED, counters, strict=True) if isinstance(metric, Counter)}
 
 
-def measure(task: str, rounds: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure(task: str, rounds: int, options: dict[str, Any], speculative: dict[str, Any]) -> dict[str, Any]:
     plain = LLM(**options)
-    drafting = LLM(**options, speculative_config=METHODS[task], disable_log_stats=False)
+    drafting = LLM(**options, speculative_config=speculative, disable_log_stats=False)
     rows, same, num_tokens = [], 0, 0
     for number in range(rounds + 1):
         prompt, params = TASKS[task](number)
@@ -110,7 +112,8 @@ def measure(task: str, rounds: int, options: dict[str, Any]) -> dict[str, Any]:
     wall, processor, ms_plain, ms_drafting = (statistics.median(column) for column in zip(*rows, strict=True))
     drafts = {name: value - before[name] for name, value in counted(drafting).items()}
     return {
-        "task": task, "method": METHODS[task]["method"], "speed-up (wall)": round(wall, 2),
+        "task": task, "method": speculative["method"], "load": round(os.getloadavg()[0], 1),
+        "speed-up (wall)": round(wall, 2),
         "speed-up (processor)": round(processor, 2), "plain, ms of processor per token": round(1000 * ms_plain, 2),
         "drafting, ms of processor per token": round(1000 * ms_drafting, 2), "tokens equal": f"{same}/{num_tokens}",
         "speed-ups of rounds (processor)": [round(row[1], 2) for row in rows], **drafts,
@@ -122,10 +125,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--model", default=None)
+    parser.add_argument("--draft", help="a draft model for edit and prose, instead of n-grams and suffixes")
+    parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--draft-quantization", help="of the draft model")
+    parser.add_argument("--every-draft", action="store_true", help="draft and verify whatever it costs")
     options = parser.parse_args()
     given: dict[str, Any] = {"max_model_len": 2048} | ({"model": options.model} if options.model else {})
-    for task in options.tasks:
-        print(json.dumps(measure(task, options.rounds, given), indent=1), flush=True)
+    for task in options.tasks if options.draft is None else [name for name in options.tasks if name in DRAFT_TASKS]:
+        speculative = METHODS[task]
+        if options.draft is not None:
+            speculative = {
+                "method": "draft_model", "model": options.draft, "num_speculative_tokens": options.draft_tokens,
+                "adaptive": not options.every_draft, "quantization": options.draft_quantization,
+            }  # fmt: skip
+        print(json.dumps(measure(task, options.rounds, given, speculative), indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """SpeculativeConfig: drafting tokens and verifying them. The options, what they may be together, and their defaults.
 
-In: the mapping that a user gave, or its shorthands. Out: a config whose method, number of tokens and limits are set.
+In: the mapping that a user gave, or its shorthands. Out: a config whose method, number of tokens and limits are set,
+but for the configuration of a draft model, which is a model's like any other (drafter.py, resolve.py).
 Must not know: how a method drafts (quire/drafting), or anything about a checkpoint beyond its facts.
 """
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.base.log import logger
+from quire.config.memory import LoadConfig
+from quire.config.model import ModelConfig, quantization_name
 from quire.config.option import Group, group, option
 from quire.schema.errors import ConfigError, NotBuiltError
 
@@ -18,13 +21,24 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 
-METHODS = ("ngram", "suffix", "custom_class")
+METHODS = ("ngram", "suffix", "draft_model", "custom_class")
 # Documented methods that this version refuses by name; each may also be spelled as one of the model types after it.
-UNBUILT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "dflash", "dspark",
+UNBUILT = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "dflash", "dspark",
            "extract_hidden_states")  # fmt: skip
+MODEL_METHODS = ("draft_model",)  # those with a checkpoint of their own
+DRAFT_KEYS = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config")
 MOST_TOKENS = 128  # per row and step
 _SUFFIX_TOKENS = 32
 _PLACE = "speculative_config"
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A draft model's own configuration. Not a group: none of it is an option of the engine."""
+
+    model_config: ModelConfig
+    load_config: LoadConfig
+    cache_dtype: str
 
 
 @group
@@ -32,9 +46,12 @@ class SpeculativeConfig(Group):
     """Drafting tokens and verifying them."""
 
     method: str | None = option(
-        None, "Where drafts come from: ngram, suffix, or custom_class.", flat=False, choices=METHODS
+        None, "Where drafts come from; unset: draft_model if there is a model.", flat=False, choices=METHODS
     )
-    model: str | None = option(None, "Draft model, or the import path of a class for custom_class.", flat=False)
+    model: str | None = option(
+        None, "Draft model (a folder, a .gguf file or a hub id), or the import path of a class for custom_class.",
+        flat=False,
+    )  # fmt: skip
     num_speculative_tokens: int | None = option(
         None, "Tokens drafted per row and step, at most.", flat=False, low=1, high=MOST_TOKENS
     )
@@ -62,6 +79,23 @@ class SpeculativeConfig(Group):
         True, "Verify as many drafts as are worth it, by acceptance and measured cost; False: all.", flat=False
     )
 
+    revision: str | None = option(None, "Branch, tag or commit of a draft model from the hub.", flat=False)
+    quantization: str | None = option(
+        None, "Quantization of the draft model, as the option of the same name for the model.", flat=False,
+        take=quantization_name,
+    )  # fmt: skip
+    max_model_len: int | None = option(
+        None, "Context length of the draft model; nothing is drafted for longer texts. Unset: its own limit.",
+        flat=False, low=1,
+    )  # fmt: skip
+    draft_tensor_parallel_size: int | None = option(
+        None, "Ranks that share the draft model: 1, as drafts are not built for several.", flat=False, low=1
+    )
+    draft_load_config: dict[str, Any] | None = option(
+        None, "How the draft model's weights are read, as a mapping of load options.", flat=False
+    )
+    drafter: DrafterConfig | None = None  # a result: of methods with a draft model
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for low, high, tokens in self.num_speculative_tokens_per_batch_size or ():
@@ -88,6 +122,7 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most}
     if method == "ngram":
         changes |= _lookup(speculative)
+    _check_draft_keys(speculative, method)
     speculative = replace(speculative, **changes)
     log.info("Speculative decoding: %s, up to %d tokens per step", method, most)
     return replace(config, speculative_config=speculative, spec_method=None, spec_model=None, spec_tokens=None)
@@ -120,9 +155,22 @@ def _method(speculative: SpeculativeConfig) -> str:
         raise _wrong(f"method {method!r} is unknown; methods are {', '.join(METHODS)}{hint}")
     if (method == "custom_class") and not model:
         raise _wrong("method 'custom_class' needs model, the import path of a Proposer class")
-    if method != "custom_class" and model not in (None, "ngram", "[ngram]", method):
+    if method in MODEL_METHODS:
+        if not model:
+            raise _wrong(f"method {method!r} needs model, a folder, a .gguf file or a hub id")
+    elif method != "custom_class" and model not in (None, "ngram", "[ngram]", method):
         raise _wrong(f"method {method!r} has no draft model, and model is {model!r}")
     return method
+
+
+def _check_draft_keys(speculative: SpeculativeConfig, method: str) -> None:
+    for key in DRAFT_KEYS:
+        value = getattr(speculative, key)
+        if value is not None and method not in MODEL_METHODS:
+            raise _wrong(f"{key}={value!r} is for draft models, and method {method!r} has none")
+    size = speculative.draft_tensor_parallel_size
+    if size not in (None, 1):
+        raise _wrong(f"draft_tensor_parallel_size={size}: a draft model is computed by one rank in this version")
 
 
 def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:

@@ -20,7 +20,7 @@ from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, re
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
 from quire.config.checks import check_environment, check_traces
-from quire.config.drafting import choose_drafts
+from quire.config.drafting import MODEL_METHODS, choose_drafts
 from quire.config.engine import EngineConfig, replace
 from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
@@ -29,7 +29,7 @@ from quire.config.pooling import choose_pooling_steps, choose_runner, limit_leng
 from quire.config.ranks import check_ranks
 from quire.config.rounding import ONLINE, ONLINE_ONLY, online_form
 from quire.config.sampling import choose_sampling
-from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
+from quire.schema.errors import CheckpointError, ConfigError, InputError, ModelNotFoundError, NotBuiltError
 
 log = logger(__name__)
 
@@ -44,8 +44,10 @@ _UNKNOWN_LENGTH = 2048  # tokens, for a model whose configuration has no limit
 def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
     """Run every step in order."""
     call_plugins()
-    requested = dict(vars(args))
-    usage = str(usage_context) if usage_context is not None else ""
+    return _resolved(dict(vars(args)), str(usage_context) if usage_context is not None else "")
+
+
+def _resolved(requested: Requested, usage: str = "") -> EngineConfig:
     config = replace(table.assemble(requested), usage_context=usage.rpartition(".")[2])
     for step in RENDER_STEPS if config.renders_only else STEPS:
         config = step(requested, config)
@@ -256,6 +258,21 @@ def _gpu_dtype(config: EngineConfig) -> str:
     if saved not in ("float16", "bfloat16"):
         log.info("dtype: float16 (the checkpoint is %s; dtype=float32 forces float32)", saved)
     return dtype
+
+
+def configure_drafter(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """A draft model's own configuration, resolved as if it were run by itself."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method not in MODEL_METHODS:
+        return config
+    from quire.config.drafter import draft_options, with_drafter  # lazy
+
+    try:
+        drafter = _resolved(draft_options(requested, config))
+    except InputError as wrong:
+        place = "speculative_config"
+        raise type(wrong)(f"{place}: draft model {speculative.model!r}: {wrong}", param=place) from None
+    return with_drafter(config, drafter)
 
 
 def choose_length(requested: Requested, config: EngineConfig) -> EngineConfig:
@@ -580,6 +597,7 @@ STEPS: tuple[Step, ...] = (
     choose_dtype,
     choose_adapters,
     choose_drafts,
+    configure_drafter,
     choose_length,
     limit_length,
     choose_sampling,
@@ -596,8 +614,8 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    check_ranks, choose_drafts, choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch,
-    choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache,
+    check_ranks, choose_drafts, configure_drafter, choose_pooling_steps, choose_device, choose_storage, choose_dtype,
+    choose_batch, choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.drafting.proposer import Proposal
+from quire.drafting.proposer import MODEL_EVIDENCE, Proposal
 
 if TYPE_CHECKING:
     from quire.config.drafting import SpeculativeConfig
 
 CLEAR_GAIN = 1.03  # tokens per second with drafts over those without, below which none are verified
 _FIRST, _LATER, _PRIOR_WEIGHT = 0.5, 0.7, 2.0  # of an evidence never seen
+_MODEL_FIRST, _MODEL_LATER = 0.8, 0.8  # of a draft model whose drafts were never seen
 _MOST_LIKELY = 0.98
 _OWN_WEIGHT = 4.0  # observations of a row itself that count as much as what is known of all rows
 _DECAY, _OWN_DECAY = 0.99, 0.9  # per observation
@@ -152,8 +153,11 @@ class DraftLengths:
                 return
         record.at = at
 
-    def choose(self, request_ids: Sequence[str], proposals: Sequence[Proposal]) -> list[int]:
-        """How many of each row's drafts to verify, and remember what was proposed."""
+    def choose(
+        self, request_ids: Sequence[str], proposals: Sequence[Proposal], num_rows: int | None = None
+    ) -> list[int]:
+        """How many of each row's drafts to verify, and remember what was proposed. `num_rows`: of the step, if it has
+        more than these."""
         values: list[tuple[float, int]] = []  # probability, row
         for i, (name, proposal) in enumerate(zip(request_ids, proposals, strict=True)):
             if not proposal.token_ids:
@@ -171,7 +175,7 @@ class DraftLengths:
                 values.append((value, i))
                 value *= later
         chosen = [0] * len(request_ids)
-        for _, i in self._worth(values, len(request_ids)):
+        for _, i in self._worth(values, num_rows or len(request_ids)):
             chosen[i] += 1
         return chosen
 
@@ -189,13 +193,22 @@ class DraftLengths:
                 best, count = rate, m
         return values[:count]
 
+    def first_probability(self, request_id: str) -> float:
+        """That the first draft of a model for a row is right, before it is made."""
+        rate, record = self._first_rate(MODEL_EVIDENCE), self._rows.get(request_id)
+        return min(_MOST_LIKELY, rate if record is None else rate * record.hits / record.weight)
+
+    def later_probability(self) -> float:
+        """That a further draft is right if those before it are."""
+        return self._later_rate(MODEL_EVIDENCE)
+
     def _first_rate(self, evidence: int) -> float:
-        rate = self._first.get(evidence)
-        return _FIRST if rate is None else rate.value(_FIRST)
+        rate, prior = self._first.get(evidence), _MODEL_FIRST if evidence == MODEL_EVIDENCE else _FIRST
+        return prior if rate is None else rate.value(prior)
 
     def _later_rate(self, evidence: int) -> float:
-        rate = self._later.get(evidence)
-        return _LATER if rate is None else rate.value(_LATER)
+        rate, prior = self._later.get(evidence), _MODEL_LATER if evidence == MODEL_EVIDENCE else _LATER
+        return prior if rate is None else rate.value(prior)
 
 
 def _falling(value: tuple[float, int]) -> float:

@@ -7,7 +7,7 @@ come next. Nothing that is proposed can change an answer: the worker verifies it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from quire.base import registry
 from quire.schema.step import NewRow
@@ -21,6 +21,7 @@ class Proposal(NamedTuple):
 
 
 NOTHING = Proposal([])
+MODEL_EVIDENCE = -1  # of what a model drafts
 
 
 class Proposer(Protocol):
@@ -39,7 +40,15 @@ class Proposer(Protocol):
         """The row leaves: its request has ended, or was preempted and will join again."""
 
 
-# method -> class, made with a SpeculativeConfig
+@runtime_checkable
+class ModelProposer(Proposer, Protocol):
+    """A method that computes: whether it is worth its cost is decided before it proposes (budget.py)."""
+
+    def behind(self, request_id: str) -> int | None:
+        """Tokens of the row that it has not read; None: it cannot draft for the row."""
+
+
+# method -> class, made with a SpeculativeConfig; drafters that are models are made by the worker
 METHODS = registry.Registry(
     "speculative_config.method",
     {"ngram": "quire.drafting.ngram:NgramProposer", "suffix": "quire.drafting.suffix:SuffixProposer"},

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 from quire.base import registry
 from quire.base.log import logger
 from quire.config.drafting import SpeculativeConfig
+from quire.drafting.budget import DraftBudget
 from quire.drafting.lengths import PROBES, DraftLengths
-from quire.drafting.proposer import METHODS, NOTHING, Proposal, Proposer
+from quire.drafting.proposer import METHODS, NOTHING, ModelProposer, Proposal, Proposer
 from quire.schema.errors import ConfigError
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.drafts import Drafts, used_processor
 
 if TYPE_CHECKING:
+    from quire.worker.drafters import Drafter
     from quire.worker.runner import ModelRunner
 
 _log = logger(__name__)
@@ -26,13 +28,38 @@ _ROUNDS = 3  # of each size; the shortest counts
 _PROBE_SECONDS = 2.0  # after which the larger sizes are estimated
 
 
-def draft_as_configured(runner: ModelRunner, config: SpeculativeConfig, max_model_len: int) -> None:
+def draft_as_configured(
+    runner: ModelRunner, config: SpeculativeConfig, max_model_len: int, drafter: Drafter | None = None
+) -> None:
+    """`drafter`: the model of methods that have one."""
     most = config.num_speculative_tokens or 0
-    lengths = None
-    if config.adaptive:
-        lengths = DraftLengths(config)
-        lengths.costs.probed(probe(runner, most, max_model_len))
-    runner.draft_with(Drafts(make_proposer(config), runner.rows, most, lengths))
+    proposer = make_proposer(config) if drafter is None else drafter.proposer(runner.kv.layout, max_model_len)
+    if not config.adaptive:
+        runner.draft_with(Drafts(proposer, runner.rows, most))
+        return
+    lengths = DraftLengths(config)
+    seconds = probe(runner, most, max_model_len)
+    lengths.costs.probed(seconds)
+    priced = None
+    if isinstance(proposer, ModelProposer):
+        priced = proposer, DraftBudget(lengths, probe_drafter(proposer) / max(1e-9, seconds[0]))
+    runner.draft_with(Drafts(proposer, runner.rows, most, lengths, priced))
+
+
+def probe_drafter(proposer: ModelProposer) -> float:
+    """Processor seconds of one pass for one row."""
+    row = NewRow(
+        request_id="probe", epoch=0, token_ids=(0,), num_prompt_tokens=1, params=ResolvedParams(), seed=0
+    )  # fmt: skip
+    proposer.begin(row)
+    proposer.propose(["probe"], 1)
+    seconds = []
+    for _ in range(_ROUNDS):
+        began = used_processor()
+        proposer.propose(["probe"], 2)
+        seconds.append((used_processor() - began) / 2)
+    proposer.end("probe")
+    return min(seconds)
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer:

@@ -22,15 +22,24 @@ from quire.schema.step import Grant, Mask, StepPlan
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
+    from quire.drafting.budget import DraftBudget
     from quire.drafting.lengths import DraftLengths
-    from quire.drafting.proposer import Proposer
+    from quire.drafting.proposer import ModelProposer, Proposal, Proposer
 
 
 class Drafts:
-    def __init__(self, proposer: Proposer, rows: Rows, most: int, lengths: DraftLengths | None = None) -> None:
-        """`most`: drafts per row. `lengths`: how many of them are worth it; None: all."""
+    def __init__(
+        self,
+        proposer: Proposer,
+        rows: Rows,
+        most: int,
+        lengths: DraftLengths | None = None,
+        drafter: tuple[ModelProposer, DraftBudget] | None = None,
+    ) -> None:
+        """`most`: drafts per row. `lengths`: how many of them are worth it; None: all. `drafter`: the proposer again,
+        if it has to be worth its own cost too."""
         self._proposer, self._rows, self._most = proposer, rows, most
-        self.lengths = lengths
+        self.lengths, self._drafter = lengths, drafter
         self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
         self._began = 0.0
 
@@ -41,6 +50,8 @@ class Drafts:
             self.of.pop(request_id, None)
             if self.lengths is not None:
                 self.lengths.end(request_id)
+            if self._drafter is not None:
+                self._drafter[1].end(request_id)
         for new in plan.joined:
             self.of.pop(new.request_id, None)
             self._proposer.begin(new)
@@ -85,11 +96,11 @@ class Drafts:
 
     def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool) -> None:
         """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too."""
-        names, lengths = list(sampled), self.lengths
-        most = self._most
+        names, lengths, most = list(sampled), self.lengths, self._most
+        seconds = used_processor() - self._began
         if lengths is not None:
             if not prompts:
-                lengths.costs.learn(num_tokens, used_processor() - self._began)
+                lengths.costs.learn(num_tokens, seconds)
             most = min(most, lengths.most(len(names)))
         for name, token_ids in sampled.items():
             self._proposer.extend(name, token_ids)
@@ -98,8 +109,31 @@ class Drafts:
             self.of.pop(name, None)
         if not most or not names:
             return
-        proposals = self._proposer.propose(names, most)
-        counts = [most] * len(names) if lengths is None else lengths.choose(names, proposals)
+        if self._drafter is None:
+            self._take(names, self._proposer.propose(names, most), len(names), most)
+            return
+        proposer, budget = self._drafter
+        for name, token_ids in sampled.items():
+            budget.observe(name, len(token_ids))
+        if not prompts:
+            budget.learn_step(num_tokens, seconds)
+        self._draft_if_worth(names, most, proposer, budget)
+
+    def _draft_if_worth(self, names: list[str], most: int, proposer: ModelProposer, budget: DraftBudget) -> None:
+        num_rows = len(names)
+        names, count = budget.plan(names, proposer.behind)
+        if not names:
+            return
+        is_usual = all((proposer.behind(name) or 0) <= 2 for name in names)
+        began = used_processor()
+        proposals = proposer.propose(names, min(count, most))
+        if is_usual:
+            budget.learn_drafting(len(names), min(count, most), used_processor() - began)
+        self._take(names, proposals, num_rows, most)
+
+    def _take(self, names: list[str], proposals: Sequence[Proposal], num_rows: int, most: int) -> None:
+        lengths = self.lengths
+        counts = [most] * len(names) if lengths is None else lengths.choose(names, proposals, num_rows)
         for name, proposal, count in zip(names, proposals, counts, strict=True):
             if count and proposal.token_ids:
                 self.of[name] = list(proposal.token_ids[:count])

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from quire.loader.kv_scales import LayerScales
     from quire.models.build import Model
     from quire.worker.adapters import WorkerAdapters
+    from quire.worker.drafters import Drafter
     from quire.worker.early import Early
     from quire.worker.pipe import Link, Pipe
     from quire.worker.pooling_runner import PendingPooled, PoolingRunner
@@ -121,6 +122,7 @@ class Worker:
         self._scaled: dict[str, ScaledCache] = {}  # caches with scales per layer, by the layer's name
         self._runner: ModelRunner | PoolingRunner | None = None
         self._adapters: WorkerAdapters | None = None
+        self._drafter: Drafter | None = None
         self._others = 0  # bytes of the GPU that other programs use
 
     # --- what an executor calls, in this order
@@ -143,6 +145,11 @@ class Worker:
                 raise does_not_fit(self.device, "the weights", wrong) from None
             self._adapters = self._parts.make_adapters(model, self.config, self.kernels)
             self._laps.mark("weights")
+            if self.config.speculative_config is not None:
+                from quire.worker.drafters import load_drafter  # lazy
+
+                self._drafter = load_drafter(self.config, self.kernels, self._parts)
+                self._laps.mark("drafter")
             model_config, cache_config = self.config.model_config, self.config.cache_config
             kv_dtype = kv_dtype_of(self.config)
             if is_scaled(kv_dtype):
@@ -189,7 +196,8 @@ class Worker:
         """Bytes for the KV cache; called once the weights are loaded."""
         configured = self.config.cache_config.kv_cache_memory_bytes
         if self.device.type == "cpu":
-            return kv_bytes(configured, num_workers=self.group.world_size)
+            total = kv_bytes(configured, num_workers=self.group.world_size)
+            return total if self._drafter is None else self._drafter.leave(total, self._specs)
         if configured is not None or not self._specs:  # without specs nothing is kept between steps
             return configured or 0
         return self._gpu_bytes()
@@ -336,9 +344,8 @@ class Worker:
         if self.config.speculative_config is not None:
             from quire.worker.draft_setup import draft_as_configured  # lazy
 
-            draft_as_configured(
-                self.model_runner, self.config.speculative_config, self.config.model_config.max_model_len
-            )
+            length = self.config.model_config.max_model_len
+            draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter)
 
     def _warm_up_pooling(self) -> None:
         """A tiny prompt."""
@@ -379,7 +386,7 @@ class Worker:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""
         if self._adapters is not None:
             self._adapters.close()
-        self._model = self._runner = self._adapters = None
+        self._model = self._runner = self._adapters = self._drafter = None
         self._scaled = {}
         self.forward = self.sample = _no_runner
         if not self.group.is_alone:

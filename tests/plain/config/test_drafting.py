@@ -10,6 +10,7 @@ import pytest
 
 from quire.config import EngineArgs
 from quire.config.drafting import METHODS, UNBUILT, SpeculativeConfig
+from quire.config.engine import decode, encode
 from quire.config.foreign import meant_by
 from quire.schema.errors import ConfigError, NotBuiltError
 
@@ -89,9 +90,32 @@ def test_methods_that_are_not_built_are_refused_by_name(resolve: Any, method: st
         resolve({"method": method, "model": "x", "num_speculative_tokens": 2})
 
 
-def test_a_model_alone_is_a_draft_model(resolve: Any) -> None:
-    with pytest.raises(NotBuiltError, match="method 'draft_model' is not available"):
-        resolve({"model": "x", "num_speculative_tokens": 2})
+def test_a_model_alone_is_a_draft_model(resolve: Any, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    keys = {"model": str(draft), "num_speculative_tokens": 2}
+    made = resolve({**keys, "max_model_len": 64, "draft_load_config": {"load_format": "dummy"}})
+    assert made.method == "draft_model" and made.drafter.model_config.facts.num_layers == 1
+    assert made.drafter.model_config.max_model_len == 64 and made.drafter.load_config.load_format == "dummy"
+    assert resolve(keys).drafter.model_config.max_model_len == 256
+    assert decode(encode(EngineArgs(
+        model=str(tmp_path), speculative_config=keys, device="cpu", skip_tokenizer_init=True,
+    ).create_engine_config())).speculative_config == resolve(keys)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("speculative", "words"),
+    [
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "method 'draft_model' needs model"),
+        ({"model": "x/y", "num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1"),
+        ({**NGRAM, "quantization": "gguf"}, "quantization='gguf' is for draft models, and method 'ngram' has none"),
+        ({**NGRAM, "revision": "main"}, "revision='main' is for draft models"),
+    ],
+)
+def test_keys_of_draft_models(resolve: Any, speculative: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(speculative)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""DraftMemory: a drafter's own rows and KV memory, apart from those of the model it drafts for.
+
+In: texts as they join, grow and leave. Out: Batches over what the drafter has not computed yet. Blocks come from a pool
+of its own, so nothing that the scheduler does (preemption, prefix hits, aborts) can leave them wrong: a text that comes
+back is computed again. A text that is too long for the drafter, or for which no block is left, is not drafted for.
+Must not know: which tokens are drafted, or what verified them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+
+from quire.attention.backend import AttentionBackend
+from quire.layers.batch import Batch
+from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
+from quire.schema.step import NewRow, StepPlan
+from quire.worker.inputs import StepShape, build
+from quire.worker.kv_memory import KVMemory
+from quire.worker.rows import Rows
+
+if TYPE_CHECKING:
+    from quire.models.build import Model
+
+
+def draft_layout(specs: Sequence[KVSpec], num_blocks: int) -> KVLayout:
+    """Every layer has a memory slot of its own, so one block number serves a text in all groups."""
+    members: dict[tuple[KVKind, int, int], list[str]] = {}
+    for spec in specs:
+        members.setdefault((spec.kind, spec.block_size, spec.window), []).append(spec.layer)
+    groups = tuple(
+        KVGroup(kind=kind, block_size=size, window=window, layers=tuple(layers))
+        for (kind, size, window), layers in members.items()
+    )
+    return KVLayout(
+        num_blocks=num_blocks,
+        page_bytes=max((spec.page_bytes for spec in specs), default=0),
+        groups=groups,
+        slots=tuple((spec.layer,) for spec in specs),
+        specs=tuple(specs),
+    )
+
+
+class DraftMemory:
+    def __init__(
+        self,
+        model: Model,
+        specs: Sequence[KVSpec],
+        backend: AttentionBackend,
+        *,
+        num_blocks: int,
+        max_rows: int,
+        max_len: int,
+        device: torch.device,
+    ) -> None:
+        layout = draft_layout(specs, num_blocks)
+        self.kv = KVMemory(layout, device)
+        self.kv.bind(backend, model)
+        self.rows = Rows(layout.groups, max_rows, max_len, device)
+        self.max_len, self._backend = max_len, backend
+        self._block_size = specs[0].block_size if specs else 1
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._blocks: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}  # tokens of each text whose keys and values are there and right
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def begin(self, new: NewRow) -> None:
+        if len(new.token_ids) < self.max_len:
+            plain = msgspec.structs.replace(new, blocks=(), lora_id=0, num_encoder_tokens=0)
+            self.rows.apply(StepPlan(step=0, grants=(), joined=(plain,)))
+            self._blocks[new.request_id], self.computed[new.request_id] = [], 0
+
+    def end(self, request_id: str) -> None:
+        if request_id in self.computed:
+            self.rows.apply(StepPlan(step=0, grants=(), left=(request_id,)))
+            self._free += self._blocks.pop(request_id)
+            del self.computed[request_id]
+
+    def length(self, request_id: str) -> int:
+        return int(self.rows.lengths[self.rows.row_of[request_id]])
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """The text goes on with these; what was computed for other tokens in their places is forgotten."""
+        if request_id not in self.computed:
+            return
+        row, length = self.rows.row_of[request_id], self.length(request_id)
+        end = length + len(token_ids)
+        if end >= self.max_len:
+            self.end(request_id)
+            return
+        drafted = self.rows.tokens[row, length:end].tolist()
+        agreed = next((i for i, (a, b) in enumerate(zip(drafted, token_ids, strict=True)) if a != b), len(token_ids))
+        self.computed[request_id] = min(self.computed[request_id], length + agreed, end - 1)
+        self.rows.tokens[row, length:end] = torch.tensor(token_ids, dtype=self.rows.tokens.dtype)
+        self.rows.lengths[row] = end
+
+    def reserve(self, request_id: str, length: int) -> bool:
+        """Blocks for so many tokens of the text. False: too long, or there are not as many left."""
+        blocks = self._blocks.get(request_id)
+        if blocks is None or length > self.max_len:
+            return False
+        needed = -(-length // self._block_size) - len(blocks)
+        if needed > len(self._free):
+            return False
+        if needed > 0:
+            new = [self._free.pop() for _ in range(needed)]
+            for table in self.rows.tables:
+                table.append(self.rows.row_of[request_id], new)
+            blocks += new
+        return True
+
+    def in_order(self, request_ids: Sequence[str]) -> list[str]:
+        """As their rows lie, which is how a Batch has them."""
+        return sorted(request_ids, key=self.rows.row_of.__getitem__)
+
+    def batch(self, request_ids: Sequence[str], ends: Sequence[int]) -> Batch:
+        """Every text from what is computed up to its end, in the order of rows; they count as computed from now on."""
+        rows = np.array([self.rows.row_of[name] for name in request_ids], np.int64)
+        starts = np.array([self.computed[name] for name in request_ids], np.int64)
+        counts = np.array(ends, np.int64) - starts
+        shape = StepShape(rows, starts, counts, np.cumsum(counts), np.ones(len(rows), np.bool_), np.arange(len(rows)))
+        self.computed.update(zip(request_ids, ends, strict=True))
+        return build(shape, self.rows, self._backend)

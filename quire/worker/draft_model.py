@@ -1,0 +1,79 @@
+"""DraftModel (method draft_model): a smaller model of the same vocabulary says what the text goes on with.
+
+It reads every token that the text has and continues it greedily, all rows together, one token after another. What it
+has not seen (a prompt, tokens that it did not draft) it catches up on when it drafts next. Must not know: what
+verifies its drafts, or whether they are worth it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.drafting.proposer import MODEL_EVIDENCE, NOTHING, Proposal
+from quire.schema.step import NewRow
+from quire.worker.draft_memory import DraftMemory
+
+if TYPE_CHECKING:
+    from quire.models.build import Model
+
+
+class DraftModel:
+    def __init__(self, model: Model, memory: DraftMemory, max_num_batched_tokens: int) -> None:
+        self._model, self._memory, self._most_tokens = model, memory, max_num_batched_tokens
+
+    def begin(self, new: NewRow) -> None:
+        self._memory.begin(new)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._memory.extend(request_id, token_ids)
+
+    def end(self, request_id: str) -> None:
+        self._memory.end(request_id)
+
+    def behind(self, request_id: str) -> int | None:
+        """Tokens of the text that it has to compute before it drafts; None: nothing can be drafted for it."""
+        computed = self._memory.computed.get(request_id)
+        return None if computed is None else max(1, self._memory.length(request_id) - computed)
+
+    def propose(self, request_ids: Sequence[str], count: int) -> list[Proposal]:
+        memory = self._memory
+        names = [
+            name for name in request_ids
+            if name in memory.computed and memory.reserve(name, memory.length(name) + count - 1)
+        ]  # fmt: skip
+        drafts = self._draft(memory.in_order(names), count) if names else {}
+        return [Proposal(drafts[name], MODEL_EVIDENCE) if name in drafts else NOTHING for name in request_ids]
+
+    @torch.inference_mode()
+    def _draft(self, names: list[str], count: int) -> dict[str, list[int]]:
+        memory, tokens = self._memory, self._memory.rows.tokens
+        lengths = [memory.length(name) for name in names]
+        rows = torch.tensor([memory.rows.row_of[name] for name in names])
+        places = torch.tensor(lengths)
+        for name, length in zip(names, lengths, strict=True):  # its last token is always computed: it says what follows
+            memory.computed[name] = min(memory.computed[name], length - 1)
+        self._catch_up(names, lengths)
+        best: list[Tensor] = []
+        for i in range(count):
+            batch = memory.batch(names, [length + i for length in lengths])
+            hidden = self._model.forward(batch).index_select(0, batch.logit_index)
+            best.append(self._model.narrow_logits(hidden).argmax(-1))
+            tokens[rows, places + i] = best[-1].to(tokens.dtype)
+        return dict(zip(names, torch.stack(best, 1).tolist(), strict=True))
+
+    def _catch_up(self, names: list[str], lengths: list[int]) -> None:
+        """Compute what is missing in steps of a bounded size, until one more step holds all that is left."""
+        computed = self._memory.computed
+        while sum(lengths) - sum(computed[name] for name in names) > max(self._most_tokens, len(names)):
+            left, part, ends = self._most_tokens, list[str](), list[int]()
+            for name, length in zip(names, lengths, strict=True):
+                share = min(left, length - 1 - computed[name])
+                if share > 0:
+                    part.append(name)
+                    ends.append(computed[name] + share)
+                    left -= share
+            self._model.forward(self._memory.batch(part, ends))
