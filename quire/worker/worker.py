@@ -186,7 +186,7 @@ class Worker:
         """Bytes for the KV cache; called once the weights are loaded."""
         configured = self.config.cache_config.kv_cache_memory_bytes
         if self.device.type == "cpu":
-            return kv_bytes(configured, num_workers=self.group.size)
+            return kv_bytes(configured, num_workers=self.group.size * self.config.parallel_config.num_engines_here)
         if configured is not None or not self._specs:  # without specs nothing is kept between steps
             return configured or 0
         return self._gpu_bytes()

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 from quire import __version__
 from quire.observe.metrics import Ended, Metrics
+from quire.observe.several import SeveralMetrics
 from quire.server.errors import ERROR_RESPONSES
 from quire.server.state import ServerState
 
@@ -71,7 +72,7 @@ async def console_stats(request: Request) -> EngineStats:
     return facts if front.metrics is None else facts.model_copy(update=_numbers(front.metrics))
 
 
-def _numbers(metrics: Metrics) -> dict[str, object]:
+def _numbers(metrics: Metrics | SeveralMetrics) -> dict[str, object]:
     totals = metrics.totals()
     return {
         "running": totals.running,
