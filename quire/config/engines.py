@@ -1,8 +1,8 @@
 """Which engines of a data-parallel deployment this program starts: a step of resolve.py.
 
-In: ParallelConfig as requested, and the variables DP_SIZE, DP_RANK and DP_RANK_LOCAL. Out: the same with the ranks of the
-engines that start here settled: all of them (internal balancing), one (external), or some (hybrid). Engines are replicas
-that do not know of each other. Must not know: how an engine is started, or which one a request goes to.
+In: ParallelConfig as requested, and the variables DP_SIZE, DP_RANK and DP_RANK_LOCAL. Out: the same with the ranks of
+the engines that start here settled: all of them (internal balancing), one (external), or some (hybrid). Engines are
+replicas that do not know of each other. Must not know: how an engine is started, or which one a request goes to.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _one_engine(config: EngineConfig, rank: int | None, local: int | None) -> En
     if config.parallel_config.data_parallel_hybrid_lb:
         raise ConfigError(f"data_parallel_hybrid_lb takes {_START}, not {_RANK}", param=_RANK, value=rank)
     log.info("Engine %d of %d, balanced outside", rank, config.parallel_config.data_parallel_size)
-    return _settled(config, rank=rank, local=1, **{"data_parallel_external_lb": True})
+    return _settled(config, rank=rank, local=1, data_parallel_external_lb=True)
 
 
 def _some_engines(config: EngineConfig, local: int | None) -> EngineConfig:
@@ -96,13 +96,13 @@ def _some_engines(config: EngineConfig, local: int | None) -> EngineConfig:
             f"{_START}={start} and {_LOCAL}={local} name engines beyond {_SIZE}={size}", param=_START, value=start
         )
     if local == size:
-        return _settled(config, rank=0, local=size, **{"data_parallel_hybrid_lb": False})
+        return _settled(config, rank=0, local=size, data_parallel_hybrid_lb=False)
     if local == 1:
         log.warning("data_parallel_hybrid_lb with %s=1 is external load balancing", _LOCAL)
         changes = {"data_parallel_hybrid_lb": False, "data_parallel_external_lb": True}
         return _settled(config, rank=start, local=1, **changes)
     log.info("Engines %d to %d of %d, balanced outside and here", start, start + local - 1, size)
-    return _settled(config, rank=start, local=local, **{"data_parallel_hybrid_lb": True})
+    return _settled(config, rank=start, local=local, data_parallel_hybrid_lb=True)
 
 
 def _one_of_several_programs(config: EngineConfig) -> EngineConfig:
@@ -129,6 +129,4 @@ def _settled(config: EngineConfig, *, rank: int, local: int, **changes: Any) -> 
 def config_of_engine(config: EngineConfig, place: int) -> EngineConfig:
     """For one of the engines that this program starts, by its place among them."""
     rank = config.parallel_config.data_parallel_rank + place
-    return replace(
-        config, **{f"parallel_config.{_RANK}": rank, "parallel_config.data_parallel_rank_local": place}
-    )
+    return replace(config, **{f"parallel_config.{_RANK}": rank, "parallel_config.data_parallel_rank_local": place})

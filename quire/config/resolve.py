@@ -593,8 +593,8 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    check_ranks, check_engines, choose_drafts, choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch,
-    choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache,
+    check_ranks, check_engines, choose_drafts, choose_pooling_steps, choose_device, choose_storage, choose_dtype,
+    choose_batch, choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -1,7 +1,7 @@
 """Which client a program gets: of an engine in this process, of one in a process of its own, or of several such.
 
-Wires and routers are imported only where they are used. In: a resolved EngineConfig. Out: an EngineClient. Must not know:
-what any of them does with requests.
+Wires and routers are imported only where they are used. In: a resolved EngineConfig. Out: an EngineClient. Must not
+know: what any of them does with requests.
 """
 
 from __future__ import annotations

@@ -147,7 +147,9 @@ def _remove_lora(loop: EngineLoop, lora_id: int) -> bool:
 
 
 VERBS: dict[str, Verb] = {
-    "reset_prefix_cache": Verb(VerbScope.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went.", all_true),
+    "reset_prefix_cache": Verb(
+        VerbScope.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went.", all_true
+    ),
     "pause": Verb(VerbScope.ENGINE, _pause, "Hold new requests; abort or finish those in flight.", all_true),
     "resume": Verb(VerbScope.ENGINE, lambda loop: loop.resume(), "Take up the deferred requests."),
     "abort_requests": Verb(VerbScope.ENGINE, _abort_requests, "End requests whose ids match, or all; how many.", sum),
@@ -165,8 +167,12 @@ VERBS: dict[str, Verb] = {
     "add_lora": Verb(VerbScope.WORKERS, _add_lora, "Load an adapter; True once it is read and checked.", all_true),
     "remove_lora": Verb(VerbScope.WORKERS, _remove_lora, "Drop an adapter by id; whether there was one.", any),
     "list_loras": Verb(VerbScope.WORKERS, lambda loop: _adapters(loop).list_ids(), "Ids of loaded adapters.", union),
-    "pin_lora": Verb(VerbScope.WORKERS, lambda loop, lora_id: _adapters(loop).pin(lora_id), "Keep an adapter loaded.", all_true),
-    "save_sharded_state": Verb(VerbScope.WORKERS, _save_sharded_state, "Write weights per rank; the files' names.", once=True),
+    "pin_lora": Verb(
+        VerbScope.WORKERS, lambda loop, lora_id: _adapters(loop).pin(lora_id), "Keep an adapter loaded.", all_true
+    ),
+    "save_sharded_state": Verb(
+        VerbScope.WORKERS, _save_sharded_state, "Write weights per rank; the files' names.", once=True
+    ),
     "scale_elastic_ep": Verb(VerbScope.ENGINE, _refuse("elastic expert parallelism"), "Change the number of ranks."),
 }
 

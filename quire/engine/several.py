@@ -1,9 +1,9 @@
 """SeveralEngines: the client of engines that are replicas of each other, for callers who know of one.
 
-In: requests, each placed on one engine by a router, or on the one that its caller names. Out: the outputs of all of them,
-with the place of the engine they came from. A control verb goes to every living engine, and its answers become one by the
-verb's own rule (control.py). An engine that dies fails its own requests at once and gets no more; the others go on. Only
-when the last one is gone is this client dead.
+In: requests, each placed on one engine by a router, or on the one that its caller names. Out: the outputs of all of
+them, with the place of the engine they came from. A control verb goes to every living engine, and its answers become
+one by the verb's own rule (control.py). An engine that dies fails its own requests at once and gets no more; the
+others go on. Only when the last one is gone is this client dead.
 Must not know: prompts, text, how an engine is started, or how one is chosen (sched/router.py).
 """
 
@@ -266,7 +266,9 @@ class _Merged:
                 self.dead = EngineDeadError("; ".join(self.reasons[one] for one in sorted(self.reasons)))
             dead = self.dead
         if dead is None:
-            log.error("%s; %d requests are lost, %d of %d engines go on", reason, len(lost), num_living, len(self._ranks))
+            log.error(
+                "%s; %d requests are lost, %d of %d engines go on", reason, len(lost), num_living, len(self._ranks)
+            )
         told = EngineDeadError(reason)
         failed = [
             EngineOutput(request_id=one, new_token_ids=[], finish_reason=FinishReason.ERROR, error=str(told),

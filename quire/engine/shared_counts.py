@@ -1,8 +1,8 @@
 """SharedCounts: unfinished requests by engine, of all processes that share several engines.
 
-A file of one row of numbers per process, mapped by each. A process writes only its own row, so nothing is locked; whoever
-reads sees what every process has under way at this moment, which no engine could report sooner. The row of a process that
-died is cleared by whoever replaces it. Must not know: requests, how an engine is chosen.
+A file of one row of numbers per process, mapped by each. A process writes only its own row, so nothing is locked;
+whoever reads sees what every process has under way at this moment, which no engine could report sooner. The row of a
+process that died is cleared by whoever replaces it. Must not know: requests, how an engine is chosen.
 """
 
 from __future__ import annotations

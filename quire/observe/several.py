@@ -1,6 +1,7 @@
 """SeveralMetrics: the metrics of several engines that one program serves, shown together.
 
-Each engine has a Metrics of its own, which differ in the label `engine`. What has no such label is counted in the first.
+Each engine has a Metrics of its own, which differ in the label `engine`. What has no such label is counted in the
+first one.
 Must not know: where the numbers come from.
 """
 

@@ -1,4 +1,4 @@
-"""engine/several.py: several engines as one client. First fake engines and a fuzzer, then processes with the fake worker."""
+"""engine/several.py: several engines as one client: fake engines and a fuzzer, then processes with the fake worker."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.base import env
 from quire.config import EngineArgs
 from quire.engine.client import InProcessClient
@@ -85,9 +86,7 @@ class FakeMember:
         if ends:
             self.running.remove(request_id)
         reason = FinishReason.LENGTH if ends else None
-        self.sink.take(
-            Outputs(outputs=[EngineOutput(request_id=request_id, new_token_ids=[5], finish_reason=reason)])
-        )
+        self.sink.take(Outputs(outputs=[EngineOutput(request_id=request_id, new_token_ids=[5], finish_reason=reason)]))
 
     def die(self, reason: str) -> None:
         self.dead = EngineDeadError(reason)
@@ -192,7 +191,7 @@ def test_answers_of_all_engines_become_one() -> None:
     assert answered("remove_lora", True, EngineDeadError("gone"), False) is True  # of a dead engine nothing is wanted
     with pytest.raises(InputError, match="engine 1: no such thing"):
         answered("pin_lora", True, InputError("no such thing"), True)
-    with pytest.raises(InputError, match="^all alike$"):
+    with pytest.raises(InputError, match=r"^all alike$"):
         answered("pin_lora", *[InputError("all alike")] * 3)
 
 
@@ -335,7 +334,9 @@ def test_processes_answer_and_one_is_killed(options: dict[str, Any]) -> None:
     ],
 )
 def test_reasons_are_named_by_engine(trouble: str, kind: Any, said: str, options: dict[str, Any]) -> None:
-    client = make_client(EngineArgs(**options, additional_config={trouble: True}).create_engine_config(), own_process=True)
+    client = make_client(
+        EngineArgs(**options, additional_config={trouble: True}).create_engine_config(), own_process=True
+    )
     with pytest.raises(kind, match=said):
         client.wait_ready()
 
@@ -345,3 +346,23 @@ def test_several_engines_need_processes(options: dict[str, Any], monkeypatch: py
     env.forget_all()
     with pytest.raises(ConfigError, match="need processes of their own"):
         make_client(EngineArgs(**options).create_engine_config(), own_process=False)
+
+
+def test_routing_by_prefix_raises_the_hit_rate(options: dict[str, Any]) -> None:
+    """Seven conversations of four turns each: where a turn goes to another engine, all is computed again."""
+    rates = {}
+    for routing in ("round-robin", "prefix-aware"):
+        llm = LLM(data_parallel_routing=routing, disable_log_stats=False, **options)
+        try:
+            rng = random.Random(5)
+            talks = [[rng.randrange(4, 200) for _ in range(80)] for _ in range(7)]
+            for _ in range(4):
+                for talk in talks:
+                    llm.generate([{"prompt_token_ids": talk}], SamplingParams(max_tokens=1), use_tqdm=False)
+                    talk += [rng.randrange(4, 200) for _ in range(16)]
+            values = {name: sum(m.value for m in llm.get_metrics() if m.name == f"vllm:prefix_cache_{name}")
+                      for name in ("queries", "hits")}  # fmt: skip
+            rates[routing] = values["hits"] / values["queries"]
+        finally:
+            llm.close()
+    assert rates["prefix-aware"] > 0.6 and rates["prefix-aware"] > rates["round-robin"] + 0.15, rates
