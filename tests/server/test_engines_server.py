@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -107,3 +108,34 @@ def test_a_server_per_engine(tmp_path: Path) -> None:
         assert server.complete("abc", 6).json()["choices"][0]["text"] == "abcabc"
         assert sample(server, "vllm:generation_tokens_total", 1) == 6
         assert len(engine_pids(server)) == 1
+
+
+def test_a_burst_of_streams_is_spread_evenly(tmp_path: Path) -> None:
+    """500 over four engines and two API processes, which share their counts. The engines are paused until all are
+    there, so that none ends sooner on an engine that happens to be faster."""
+    flags = ("-dp", "4", "--api-server-count", "2", "--max-num-seqs", "200")
+
+    async def read(client: httpx.AsyncClient) -> int:
+        async with client.stream("POST", "/v1/completions", json=completion("abc", 4, stream=True)) as answer:
+            return sum(line.startswith("data: {") for line in [line async for line in answer.aiter_lines()])
+
+    async def burst(server: Hosted) -> list[float]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+            streams = [asyncio.create_task(read(client)) for _ in range(500)]
+            waiting = [0.0]
+            while sum(waiting) < 500:
+                await asyncio.sleep(0.2)
+                waiting = await asyncio.to_thread(all_waiting, server)
+            assert (await client.post("/resume")).status_code == 200
+            assert min(await asyncio.gather(*streams)) > 0
+        return waiting
+
+    def all_waiting(server: Hosted) -> list[float]:
+        return [sample(server, "vllm:num_requests_waiting", rank) for rank in range(4)]
+
+    with hosted(tmp_path, *flags, env={"QUIRE_SERVER_DEV_MODE": "1"}) as server:
+        assert server.post("/pause").status_code == 200
+        counts = asyncio.run(burst(server))
+        assert sum(counts) == 500 and min(counts) > 112.5 and max(counts) < 137.5, counts
+        wait_until(lambda: all_waiting(server) == [0, 0, 0, 0])
