@@ -209,14 +209,14 @@ class _Merged:
         self._sink: Sink | None = None
         self._fetched: queue.SimpleQueue[Outputs | None] = queue.SimpleQueue()
 
-    def place(self, requests: Sequence[EngineRequest], wanted: int | None) -> int:
+    def place(self, requests: Sequence[EngineRequest], requested: int | None) -> int:
         router, first = self._router, requests[0]
         with self._lock:
             if self.dead is not None or not router.living:
                 raise EngineDeadError(self.dead.reason if self.dead is not None else "no engine is left")
-            if wanted is not None and wanted not in router.living:
-                raise EngineDeadError(self.reasons[self._ranks[wanted]])
-            place = router.choose(first.prompt_token_ids, first.cache_salt or "") if wanted is None else wanted
+            if requested is not None and requested not in router.living:
+                raise EngineDeadError(self.reasons[self._ranks[requested]])
+            place = router.choose(first.prompt_token_ids, first.cache_salt or "") if requested is None else requested
             if not router.unfinished[place]:
                 self._since[place] = now()
             for request in requests:
@@ -269,10 +269,10 @@ class _Merged:
             log.error(
                 "%s; %d requests are lost, %d of %d engines go on", reason, len(lost), num_living, len(self._ranks)
             )
-        told = EngineDeadError(reason)
+        death = EngineDeadError(reason)
         failed = [
-            EngineOutput(request_id=one, new_token_ids=[], finish_reason=FinishReason.ERROR, error=str(told),
-                         error_kind=kind_of(told))
+            EngineOutput(request_id=one, new_token_ids=[], finish_reason=FinishReason.ERROR, error=str(death),
+                         error_kind=kind_of(death))
             for one in lost
         ]  # fmt: skip
         self._tell(Outputs(outputs=failed, stats=_NOTHING, engine=place))
@@ -309,7 +309,7 @@ def _as_death(error: BaseException) -> EngineDeadError:
 
 
 def _together(replies: Mapping[int, Future[Any]], merge: Callable[[list[Any]], Any]) -> Future[Any]:
-    """One answer of several, by rank, once all have come. Of an engine that died meanwhile none is wanted."""
+    """One answer of several, by rank, once all have come. An engine that died meanwhile need not answer."""
     whole: Future[Any] = Future()
     whole.set_running_or_notify_cancel()
     lock, left = threading.Lock(), [len(replies)]
