@@ -8,15 +8,18 @@ Must not know: pages, dialects.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from quire import __version__
 from quire.observe.metrics import Ended, Metrics
-from quire.observe.several import SeveralMetrics
 from quire.server.errors import ERROR_RESPONSES
 from quire.server.state import ServerState
+
+if TYPE_CHECKING:
+    from quire.observe.several import SeveralMetrics
 
 PATH = "/console/stats"
 router = APIRouter(tags=["admin"])
