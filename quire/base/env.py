@@ -272,8 +272,6 @@ DP_RANK = Variable("DP_RANK", 0, int, "Which of these this one is.")
 DP_RANK_LOCAL = Variable(
     "DP_RANK_LOCAL", None, _optional_int, "Which of those on this machine: decides its devices; unset is DP_RANK."
 )
-DP_MASTER_IP = Variable("DP_MASTER_IP", "", str, "Accepted without effect: the engines do not talk to each other.")
-DP_MASTER_PORT = Variable("DP_MASTER_PORT", "", str, "Accepted without effect: the engines do not talk to each other.")
 PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
 HOST_IP = Variable[str | None]("HOST_IP", None, str, "This host's address for others; unset asks the system.")
 API_KEY = Variable[str | None]("API_KEY", None, str, "Key of the server, where --api-key names none.")
