@@ -54,6 +54,11 @@ class Idle(LogitsProcessor):
 """
 _BESIDE = {  # what a flag needs to mean something
     "collect-detailed-traces": ("--otlp-traces-endpoint", "http://localhost:4317"),
+    "data-parallel-external-lb": ("--data-parallel-size", "2", "--data-parallel-rank", "1"),
+    "data-parallel-hybrid-lb": ("--data-parallel-size", "4", "--data-parallel-size-local", "2"),
+    "data-parallel-rank": ("--data-parallel-size", "4"),
+    "data-parallel-size-local": ("--data-parallel-size", "2"),
+    "data-parallel-start-rank": ("--data-parallel-size", "4", "--data-parallel-size-local", "2"),
     "tool-call-parser": ("--enable-auto-tool-choice",),
     "enable-auto-tool-choice": ("--tool-call-parser", "hermes"),
     "enable-log-outputs": ("--enable-log-requests",),
@@ -201,6 +206,9 @@ def survey(names: tuple[str, ...] = FLAGS) -> list[Found]:
         patch.syspath_prepend(place)
         (Path(place) / "log.json").write_text('{"version": 1, "disable_existing_loggers": false}')
         for name in names:
+            several = name.startswith("data-parallel")  # several engines are processes of their own
+            patch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "1" if several else "0")
+            env.forget_all()
             found.append(try_flag(name, declared.get(name), folder))
     env.forget_all()
     return found

@@ -269,6 +269,13 @@ PASS_ENV = Variable[tuple[str, ...]](
     "PASS_ENV", (), lambda t: tuple(p.strip() for p in t.split(",") if p.strip()),
     "Names of variables, with commas between, that engine processes get although they look like secrets.",
 )  # fmt: skip
+DP_SIZE = Variable(
+    "DP_SIZE", 1, _above_zero, "Programs that run the same model with an engine each, unless data_parallel_size is set."
+)
+DP_RANK = Variable("DP_RANK", 0, int, "Which of these this one is.")
+DP_RANK_LOCAL = Variable(
+    "DP_RANK_LOCAL", None, _optional_int, "Which of those on this machine: decides its devices; unset is DP_RANK."
+)
 PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
 HOST_IP = Variable[str | None]("HOST_IP", None, str, "This host's address for others; unset asks the system.")
 API_KEY = Variable[str | None]("API_KEY", None, str, "Key of the server, where --api-key names none.")

@@ -22,17 +22,14 @@ _ROCM = "AMD GPUs are not supported in this version"
 _TPU = "TPUs are not supported in this version"
 _PROCESSES = "processes are always started afresh (spawn) and their messages need no setting"
 _USAGE = "Quire sends no statistics to anybody"
-_RANK = (
-    "engines of several processes need no acquaintance: each computes what it is given, on the device that "
-    "CUDA_VISIBLE_DEVICES shows it"
-)
+_RANK = "engines of several processes do not talk to each other: each computes what it is given"
 _BUILD = "it is read when vLLM itself is built"
 
 _REASONS: dict[str, str] = {
     _COMPILER: "COMPILE_CACHE_SAVE_FORMAT DEBUG_DUMP_PATH DISABLE_COMPILE_CACHE FORCE_AOT_LOAD USE_AOT_COMPILE "
     "USE_BYTECODE_HOOK USE_STANDALONE_COMPILE",
     _ONE_DEVICE: "ALLREDUCE_USE_SYMM_MEM SKIP_P2P_CHECK USE_NCCL_SYMM_MEM",
-    _RANK: "DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE",
+    _RANK: "DP_MASTER_IP DP_MASTER_PORT",
     _RAY: "RAY_BUNDLE_INDICES RAY_DP_PACK_STRATEGY RAY_PER_WORKER_GPUS USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
     _ATTENTION: "ATTENTION_BACKEND DISABLE_FLASHINFER_PREFILL FLASHINFER_DISABLE_Q_QUANTIZATION "
     "FLASH_ATTN_MAX_NUM_SPLITS_FOR_CUDA_GRAPH FLASH_ATTN_VERSION MLA_DISABLE USE_CUDNN_PREFILL USE_TRTLLM_ATTENTION "

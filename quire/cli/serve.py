@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quire.base.clock import Laps
 from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
 from quire.config.flags import add_flags
 from quire.config.server import ServerConfig, flats, server_config
+
+if TYPE_CHECKING:
+    from quire.engine.process_client import Begun
 
 # The most common options; --help lists these and only names the groups of the others.
 FIRST = (
@@ -30,11 +34,12 @@ def serve(arguments: Sequence[str], program: str) -> int:
         args.model = args.model_tag
     options = options_of(args)
     laps.mark("options")
-    begun = None
+    begun: list[Begun] = []
     if not options.disable_frontend_multiprocessing:  # its imports take the longest, so they start now
         from quire.engine.process_client import begin_engine  # lazy
 
-        begun = begin_engine(shared=options.api_server_count > 1)
+        name = {} if args.data_parallel_size == 1 else {"name": f"engine {first_rank(args)}"}
+        begun.append(begin_engine(shared=options.api_server_count > 1, **name))
     try:
         config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         laps.mark("model config")
@@ -42,9 +47,15 @@ def serve(arguments: Sequence[str], program: str) -> int:
 
         status: int = serve_(options, config, laps, begun)
     finally:
-        if begun is not None:
-            begun.end()
+        for one in begun:
+            one.end()
     return status
+
+
+def first_rank(args: argparse.Namespace) -> int:
+    """Of the engines that this program starts, before options are resolved."""
+    rank: int = args.data_parallel_rank or args.data_parallel_start_rank or 0
+    return rank
 
 
 def make_parser(program: str) -> FlexibleArgumentParser:

@@ -142,4 +142,5 @@ class LoggingConfig(Group):
         None, "A JSON file with a Python logging configuration (dictConfig); unset takes QUIRE_LOGGING_CONFIG_PATH."
     )
     logging_config: dict[str, Any] | None = option(None, "The same as a mapping.")
+    aggregate_engine_logging: bool = option(False, "With several engines, one periodic line for all of them.")
     log_format: Literal["text", "json"] = option("text", "json: one JSON object per line. Quire only.")

@@ -22,6 +22,7 @@ from quire.config import table
 from quire.config.checks import check_environment, check_traces
 from quire.config.drafting import MODEL_METHODS, choose_drafts
 from quire.config.engine import EngineConfig, replace
+from quire.config.engines import check_engines
 from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
 from quire.config.outside import registered
@@ -588,6 +589,7 @@ STEPS: tuple[Step, ...] = (
     choose_thinking,
     choose_device,
     check_ranks,
+    check_engines,
     find_model,
     find_tokenizer,
     read_model,
@@ -614,8 +616,8 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    check_ranks, choose_drafts, configure_drafter, choose_pooling_steps, choose_device, choose_storage, choose_dtype,
-    choose_batch, choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache,
+    check_ranks, check_engines, choose_drafts, configure_drafter, choose_pooling_steps, choose_device, choose_storage,
+    choose_dtype, choose_batch, choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -93,7 +93,38 @@ class ParallelConfig(Group):
         1, "Stages that share the layers, each with tensor_parallel_size worker processes.", low=1, flags=("-pp",)
     )
     prefill_context_parallel_size: int = unavailable()
-    data_parallel_size: int = unavailable()
+    data_parallel_size: int = option(
+        1, "Engines that share the requests, each with the whole model and processes of its own.", low=1,
+        flags=("-dp",),
+    )  # fmt: skip
+    data_parallel_size_local: int = option(
+        1, "Engines that this program starts; unset is all of them, or one if data_parallel_rank is set.", unset=None,
+        low=0, flags=("-dpl",),
+    )  # fmt: skip
+    data_parallel_rank: int = option(
+        0, "Start only this engine of data_parallel_size; requests are balanced outside.", unset=None, low=0,
+        flags=("-dpn",),
+    )  # fmt: skip
+    data_parallel_start_rank: int | None = option(
+        None, "First of the engines that this program starts; implies data_parallel_hybrid_lb.", low=0,
+        flags=("-dpr",),
+    )  # fmt: skip
+    data_parallel_rank_local: int | None = option(
+        None, "Place of the engine among those of this machine: it decides which devices it gets.", flat=False, low=0
+    )
+    data_parallel_external_lb: bool = option(
+        False, "One engine per server, with a load balancer in front of the servers; needs data_parallel_rank.",
+        flags=("-dpe",),
+    )  # fmt: skip
+    data_parallel_hybrid_lb: bool = option(
+        False, "data_parallel_size_local engines per server, with a load balancer in front of the servers.",
+        flags=("-dph",),
+    )  # fmt: skip
+    data_parallel_routing: Literal["least-loaded", "prefix-aware", "round-robin"] = option(
+        "least-loaded", "Quire only. Which engine a request goes to: the one with the fewest unfinished requests, the "
+        "one that was sent the longest part of its prompt before (unless it is loaded well above the mean), or each "
+        "in turn.",
+    )  # fmt: skip
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)
     distributed_executor_backend: str | None = option(
         None, "How workers are started: uni in the engine's process, mp in processes of their own, or the import path "
@@ -107,6 +138,17 @@ class ParallelConfig(Group):
     # results
     rank: int = 0
     is_moe_model: bool = False
+    num_engines_here: int = 1  # among which the processors and the memory of this machine are divided
+
+    @property
+    def engine_ranks(self) -> range:
+        """The engines that this program starts, by data-parallel rank."""
+        return range(self.data_parallel_rank, self.data_parallel_rank + self.data_parallel_size_local)
+
+    @property
+    def place_here(self) -> int:
+        """Of the engine, among those of this machine."""
+        return self.data_parallel_rank_local or 0
 
     @property
     def world_size(self) -> int:

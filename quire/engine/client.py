@@ -14,10 +14,10 @@ import itertools
 import queue
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from quire.base.log import logger
 from quire.engine.pulse import Pulse
@@ -48,13 +48,34 @@ class Sink(Protocol):
     def died(self, error: EngineDeadError) -> None: ...
 
 
+class Liveness(Protocol):
+    """What can be seen of an engine without asking it: Pulse, or that of several."""
+
+    def silence(self, waiting_since: float | None) -> float:
+        """Seconds without progress although there is work; 0.0 when all is well."""
+
+
+@runtime_checkable
+class PlacingClient(Protocol):
+    """A client of several engines: every request has its place on one of them before it is submitted."""
+
+    ranks: Sequence[int]  # of the engines, in the order of their places
+    readies: Sequence[EngineReady]
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """Why engines are gone, by rank, while others go on."""
+
+    def place(self, requests: Sequence[EngineRequest], rank: int | None = None) -> int: ...
+
+
 class EngineClient(Protocol):
     @property
     def dead(self) -> EngineDeadError | None:
         """Why it is gone, once it is."""
 
     @property
-    def pulse(self) -> Pulse:
+    def pulse(self) -> Liveness:
         """When it last got anywhere; read without asking it."""
 
     def wait_ready(self) -> EngineReady:

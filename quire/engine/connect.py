@@ -1,20 +1,26 @@
-"""Which client an engine gets: in this process, or of a process of its own, whose wire is imported only then.
+"""Which client a program gets: of an engine in this process, of one in a process of its own, or of several such.
 
-In: a resolved EngineConfig. Out: an EngineClient. Must not know: what either does with requests.
+Wires and routers are imported only where they are used. In: a resolved EngineConfig. Out: an EngineClient. Must not
+know: what any of them does with requests.
 """
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.base import env
 from quire.base.log import logger
 from quire.config.logs import apply_logging
 from quire.engine.client import EngineClient, InProcessClient
+from quire.schema.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.engine.process_client import Begun
+    from quire.engine.several import MemberClient, SeveralEngines
+    from quire.engine.shared_counts import SharedCounts
 
 log = logger(__name__)
 
@@ -22,6 +28,8 @@ log = logger(__name__)
 def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
     """`own_process` is the caller's default; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
     apply_logging(config.logging_config)
+    if config.parallel_config.data_parallel_size_local > 1:
+        return start_several(config)
     setting = env.ENABLE_V1_MULTIPROCESSING.get()
     own_process = own_process if setting is None else setting
     if setting is False:
@@ -34,3 +42,52 @@ def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
 
     client: EngineClient = ProcessClient(config)
     return client
+
+
+class Mailbox(NamedTuple):
+    """Where a client finds an engine that another process started."""
+
+    folder: str
+    life: int  # descriptor that turns readable when the engine dies
+
+
+def start_several(config: EngineConfig, *, begun: Sequence[Begun] = (), shared: bool = False) -> SeveralEngines:
+    """The engines that `config` wants started here, in processes of their own. `begun`: some that wait already."""
+    from quire.config.engines import config_of_engine  # lazy
+    from quire.engine.process_client import ProcessClient, begin_engine  # lazy
+
+    ranks = config.parallel_config.engine_ranks
+    if env.ENABLE_V1_MULTIPROCESSING.get() is False:
+        raise ConfigError(
+            f"data_parallel_size is {len(ranks)}: several engines need processes of their own "
+            "(QUIRE_ENABLE_V1_MULTIPROCESSING=0 forbids them)",
+            param="data_parallel_size",
+        )
+    waiting = [*begun, *(begin_engine(shared=shared, name=f"engine {rank}") for rank in ranks[len(begun) :])]
+    members = [
+        ProcessClient(config_of_engine(config, place), shared=shared, begun=one) for place, one in enumerate(waiting)
+    ]
+    return _several(config, members)
+
+
+def attach_several(
+    config: EngineConfig, engines: Sequence[Mailbox], *, client: int, num_clients: int, counts_folder: str
+) -> SeveralEngines:
+    """As one of several clients of engines that another process started, and ends."""
+    from quire.engine.process_client import AttachedClient  # lazy
+    from quire.engine.shared_counts import SharedCounts  # lazy
+
+    counts = SharedCounts(counts_folder, num_engines=len(engines), num_rows=num_clients + 1, row=client)
+    return _several(config, [AttachedClient(one.folder, client, one.life) for one in engines], counts)
+
+
+def _several(
+    config: EngineConfig, members: Sequence[MemberClient], counts: SharedCounts | None = None
+) -> SeveralEngines:
+    from quire.engine.several import SeveralEngines  # lazy
+    from quire.sched.router import ROUTERS  # lazy
+
+    parallel = config.parallel_config
+    router = ROUTERS[parallel.data_parallel_routing](len(members), counts)
+    several: SeveralEngines = SeveralEngines(members, parallel.engine_ranks, router, started_here=counts is None)
+    return several

@@ -32,10 +32,30 @@ class VerbScope(enum.StrEnum):
     WORKERS = "workers"
 
 
+def same(values: list[Any]) -> Any:
+    """Of engines that all answer alike."""
+    return values[0]
+
+
+def joined(values: list[Any]) -> list[Any]:
+    """Of lists by worker: one list, by engine and worker."""
+    return [item for value in values for item in value]
+
+
+def all_true(values: list[Any]) -> Any:
+    return None if values[0] is None else all(values)
+
+
+def union(values: list[Any]) -> list[Any]:
+    return sorted(set(joined(values)))
+
+
 class Verb(NamedTuple):
     place: VerbScope
     run: Callable[..., Any]  # gets the loop, then the call's arguments
     doc: str
+    merge: Callable[[list[Any]], Any] = same  # the answers of several engines -> one
+    once: bool = False  # one of several engines is enough
 
 
 class Later(NamedTuple):
@@ -127,26 +147,32 @@ def _remove_lora(loop: EngineLoop, lora_id: int) -> bool:
 
 
 VERBS: dict[str, Verb] = {
-    "reset_prefix_cache": Verb(VerbScope.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went."),
-    "pause": Verb(VerbScope.ENGINE, _pause, "Hold new requests; abort or finish those in flight."),
+    "reset_prefix_cache": Verb(
+        VerbScope.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went.", all_true
+    ),
+    "pause": Verb(VerbScope.ENGINE, _pause, "Hold new requests; abort or finish those in flight.", all_true),
     "resume": Verb(VerbScope.ENGINE, lambda loop: loop.resume(), "Take up the deferred requests."),
-    "abort_requests": Verb(VerbScope.ENGINE, _abort_requests, "End requests whose ids match, or all; how many."),
-    "is_paused": Verb(VerbScope.ENGINE, lambda loop: loop.paused, "Whether new requests are deferred."),
+    "abort_requests": Verb(VerbScope.ENGINE, _abort_requests, "End requests whose ids match, or all; how many.", sum),
+    "is_paused": Verb(VerbScope.ENGINE, lambda loop: loop.paused, "Whether new requests are deferred.", any),
     "check_health": Verb(VerbScope.ENGINE, lambda loop: None, "Answers if the loop turns."),
-    "stats": Verb(VerbScope.ENGINE, _stats, "The last step's numbers."),
+    "stats": Verb(VerbScope.ENGINE, _stats, "The last step's numbers.", list),
     "reset_mm_cache": Verb(VerbScope.ENGINE, lambda loop: None, "Forget cached media; there are none without media."),
-    "is_sleeping": Verb(VerbScope.ENGINE, lambda loop: False, "Whether memory was given back."),
-    "collective_rpc": Verb(VerbScope.WORKERS, _collective_rpc, "A method of every worker."),
-    "apply_model": Verb(VerbScope.WORKERS, _apply_model, "A function of every worker's model."),
+    "is_sleeping": Verb(VerbScope.ENGINE, lambda loop: False, "Whether memory was given back.", any),
+    "collective_rpc": Verb(VerbScope.WORKERS, _collective_rpc, "A method of every worker.", joined),
+    "apply_model": Verb(VerbScope.WORKERS, _apply_model, "A function of every worker's model.", joined),
     "sleep": Verb(VerbScope.WORKERS, _refuse("sleep mode"), "Give memory back."),
     "wake_up": Verb(VerbScope.WORKERS, _refuse("sleep mode"), "Take memory again."),
-    "start_profile": Verb(VerbScope.WORKERS, _start_profile, "Open a profile window."),
-    "stop_profile": Verb(VerbScope.WORKERS, _stop_profile, "Close it; where each worker wrote its trace."),
-    "add_lora": Verb(VerbScope.WORKERS, _add_lora, "Load an adapter; True once it is read and checked."),
-    "remove_lora": Verb(VerbScope.WORKERS, _remove_lora, "Drop an adapter by id; whether there was one."),
-    "list_loras": Verb(VerbScope.WORKERS, lambda loop: _adapters(loop).list_ids(), "Ids of loaded adapters."),
-    "pin_lora": Verb(VerbScope.WORKERS, lambda loop, lora_id: _adapters(loop).pin(lora_id), "Keep an adapter loaded."),
-    "save_sharded_state": Verb(VerbScope.WORKERS, _save_sharded_state, "Write weights per rank; the files' names."),
+    "start_profile": Verb(VerbScope.WORKERS, _start_profile, "Open a profile window.", joined),
+    "stop_profile": Verb(VerbScope.WORKERS, _stop_profile, "Close it; where each worker wrote its trace.", joined),
+    "add_lora": Verb(VerbScope.WORKERS, _add_lora, "Load an adapter; True once it is read and checked.", all_true),
+    "remove_lora": Verb(VerbScope.WORKERS, _remove_lora, "Drop an adapter by id; whether there was one.", any),
+    "list_loras": Verb(VerbScope.WORKERS, lambda loop: _adapters(loop).list_ids(), "Ids of loaded adapters.", union),
+    "pin_lora": Verb(
+        VerbScope.WORKERS, lambda loop, lora_id: _adapters(loop).pin(lora_id), "Keep an adapter loaded.", all_true
+    ),
+    "save_sharded_state": Verb(
+        VerbScope.WORKERS, _save_sharded_state, "Write weights per rank; the files' names.", once=True
+    ),
     "scale_elastic_ep": Verb(VerbScope.ENGINE, _refuse("elastic expert parallelism"), "Change the number of ranks."),
 }
 

@@ -51,6 +51,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     stream_interval: int | None = None  # tokens per streamed result; None: the engine's own
     lora_request: LoRARequest | None = None
     pooling: PoolingParams | None = None  # of a request that is pooled
+    data_parallel_rank: int | None = None  # of the engine that must run it
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ class InputProcessor:
         self._by_priority = config.scheduler_config.policy == "priority"
         self._has_adapters = config.lora_config is not None
         self._is_pooling = config.model_config.is_pooling
-        self._num_ranks = config.parallel_config.data_parallel_size
+        self._ranks = config.parallel_config.engine_ranks
         self._mark = (
             f"@{ready.client}" if ready.client else ""
         )  # of several clients, each has names and seeds of its own
@@ -163,7 +164,7 @@ class InputProcessor:
         )
         return PreparedRequest(
             request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval,
-            lora_request=options.lora_request,
+            lora_request=options.lora_request, data_parallel_rank=options.data_parallel_rank,
         )  # fmt: skip
 
     def _adapter(self, options: Options) -> tuple[int, str | None, str | None]:
@@ -210,8 +211,9 @@ class InputProcessor:
             trace_headers=dict(options.trace_headers or {}),
         )
         return PreparedRequest(
-            request_id, prompt.text, token_ids, sampling_of(params), (request,), arrival, pooling=params
-        )
+            request_id, prompt.text, token_ids, sampling_of(params), (request,), arrival, pooling=params,
+            data_parallel_rank=options.data_parallel_rank,
+        )  # fmt: skip
 
     @cached_property
     def pooling(self) -> PoolingInputs:
@@ -444,9 +446,11 @@ class InputProcessor:
                 param="priority",
                 value=priority,
             )
-        if rank is not None and not 0 <= rank < self._num_ranks:
+        if rank is not None and (isinstance(rank, bool) or rank not in self._ranks):
+            ranks = self._ranks
+            known = f"engines {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"engine {ranks[0]}"
             raise InputError(
-                f"data_parallel_rank is {rank}; there are {self._num_ranks} engines", param="data_parallel_rank"
+                f"data_parallel_rank is {rank!r}; there is {known} here", param="data_parallel_rank", value=rank
             )
 
 

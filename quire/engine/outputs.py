@@ -19,7 +19,7 @@ from quire.engine.inputs import PreparedRequest
 from quire.engine.logprobs import LogprobList
 from quire.observe.metrics import Metrics
 from quire.observe.tracing import RequestTrace, Tracer
-from quire.schema.errors import EngineGenerateError, InputError, rebuild_error
+from quire.schema.errors import EngineDeadError, EngineGenerateError, InputError, rebuild_error
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from quire.schema.params import RequestOutputKind, ResolvedParams
@@ -44,9 +44,10 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         *,
         stream_interval: int = 1,
-        metrics: Metrics | None = None,
+        metrics: Sequence[Metrics] = (),
         tracer: Tracer | None = None,
     ) -> None:
+        """`metrics`: of each engine, in the order of their places; none: nothing is measured."""
         self._tokenizer = tokenizer
         self._interval = stream_interval
         self._metrics = metrics
@@ -66,6 +67,10 @@ class OutputProcessor:
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """For requests from now on."""
         self._tokenizer = tokenizer
+
+    def place(self, request_id: str, engine: int) -> None:
+        """Of several engines, this one runs it."""
+        self._open[request_id].engine = engine
 
     def add(self, prepared: PreparedRequest) -> None:
         taken = [r.request_id for r in prepared.requests if r.request_id in self._answers]
@@ -90,10 +95,10 @@ class OutputProcessor:
                 continue  # ended here before the engine knew
             entry, answer = open_answer
             if output.finish_reason is FinishReason.ERROR:
-                if not output.error_kind or _ran(output):  # it did not merely meet a refusal
+                if not output.error_kind or _ran(output) or _is_lost(output):  # it did not merely meet a refusal
                     self._measure_failure(entry, answer, output, current)
-                elif output.limit and self._metrics is not None:
-                    self._metrics.rejected(output.limit)
+                elif output.limit and self._metrics:
+                    self._metrics[0].rejected(output.limit)  # counted for all engines together
                 done.aborts.extend(self._forget(entry, besides=answer))
                 done.failures.append((entry.prepared.request_id, _error_of(output)))
                 touched.pop(entry.prepared.request_id, None)
@@ -151,13 +156,14 @@ class OutputProcessor:
         answer.last_seen = current
         if first and not entry.first_seen:
             entry.first_seen = current
-        if self._metrics is None:
+        if not self._metrics:
             return
+        metrics = self._metrics[entry.engine]
         if first:
-            self._metrics.prompt_done(len(entry.prepared.token_ids), output.num_cached_tokens)
-            self._metrics.token_times(first=current - entry.prepared.arrival)
+            metrics.prompt_done(len(entry.prepared.token_ids), output.num_cached_tokens)
+            metrics.token_times(first=current - entry.prepared.arrival)
         else:
-            self._metrics.token_times(gaps=[gap])
+            metrics.token_times(gaps=[gap])
 
     def _measure_failure(self, entry: _Open, failed: _OutputState, output: EngineOutput, current: float) -> None:
         """The one that failed counts as an error, its siblings end with it."""
@@ -171,9 +177,10 @@ class OutputProcessor:
     def _measure_end(self, entry: _Open, answer: _OutputState, current: float, error: str | None = None) -> None:
         if self._tracer is not None and entry.num_growing == 0:
             self._tracer.ended(entry.trace(current, error))
-        if self._metrics is None or answer.finish_reason is None:
+        if not self._metrics or answer.finish_reason is None:
             return
-        self._metrics.request_finished(
+        metrics = self._metrics[entry.engine]
+        metrics.request_finished(
             answer.times,
             arrival=entry.prepared.arrival,
             now=current,
@@ -185,7 +192,7 @@ class OutputProcessor:
         )
         if entry.num_growing == 0:
             most = max(len(a.token_ids) for a in entry.answers)
-            self._metrics.parent_finished(entry.prepared.params.n, most)
+            metrics.parent_finished(entry.prepared.params.n, most)
 
 
 class _OutputState:
@@ -290,6 +297,7 @@ class _Open:
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.prepared = prepared
+        self.engine = 0  # its place among several
         params = prepared.params
         self.is_pooled = prepared.pooling is not None
         self.kind = RequestOutputKind.FINAL_ONLY if self.is_pooled else params.output_kind
@@ -380,6 +388,11 @@ class _Open:
 
 def _ran(output: EngineOutput) -> bool:
     return output.times is not None and output.times.scheduled > 0.0
+
+
+def _is_lost(output: EngineOutput) -> bool:
+    """Its engine died, of several."""
+    return output.error_kind == EngineDeadError.__name__
 
 
 def _error_of(output: EngineOutput) -> Exception:

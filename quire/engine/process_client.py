@@ -72,10 +72,11 @@ def for_children(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, model_config=dataclasses.replace(config.model_config, hf_token=None))
 
 
-def begin_engine(*, shared: bool = False) -> Begun:
+def begin_engine(*, shared: bool = False, name: str = "the engine") -> Begun:
+    """`name`: what messages call it."""
     folder = private_folder()
     life, child_end = os.pipe() if shared else (-1, -1)
-    child = Child(MAIN, None, name="the engine", litter=folder, keep=(child_end,) if shared else (), early=EARLY)
+    child = Child(MAIN, None, name=name, litter=folder, keep=(child_end,) if shared else (), early=EARLY)
     if shared:
         os.close(child_end)
     return Begun(folder, life, child)
@@ -154,6 +155,17 @@ class ProcessClient:
     def client_left(self, client: int) -> None:
         """A client that had joined is gone: its requests end."""
         self._reader.send(self._codec.encode(Left(client=client)))
+
+    def abandon(self) -> None:
+        """Make its process leave while another thread waits in `wait_ready`, which then fails."""
+        self._reader.child.stop(0.0)
+
+    def begin_close(self) -> None:
+        """Tell it to stop, without waiting for that; `close` does."""
+        self._reader.closing = True
+        if self.dead is None and self._reader.started:
+            with contextlib.suppress(EngineDeadError):
+                self._reader.send(self._codec.encode(Stop()))
 
     def close(self) -> None:
         self._finalizer()

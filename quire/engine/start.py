@@ -97,9 +97,11 @@ def _event_publisher(config: EngineConfig) -> EventPublisher | None:
         log.warning("KV events are on and prefix caching is off: there is nothing to publish")
     from quire.observe.kv_events import EventPublisher  # lazy
 
+    parallel = config.parallel_config
     publisher: EventPublisher = EventPublisher(
         events.endpoint,
         replay_endpoint=events.replay_endpoint,
+        data_parallel_rank=parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None,
         topic=events.topic,
         buffer_steps=events.buffer_steps,
         hwm=events.hwm,

@@ -18,7 +18,7 @@ from quire.base.collector import no_collections
 from quire.base.log import logger
 from quire.config.pooling import tasks_of
 from quire.engine.adapters import located
-from quire.engine.client import EngineClient, InProcessClient
+from quire.engine.client import EngineClient, InProcessClient, PlacingClient
 from quire.engine.connect import make_client
 from quire.engine.control import VERBS
 from quire.engine.inputs import InputProcessor, Options, PreparedRequest, default_params
@@ -36,6 +36,7 @@ from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams
 
 if TYPE_CHECKING:
     from quire.config import EngineArgs, EngineConfig
+    from quire.observe.several import SeveralMetrics
     from quire.text.tokenizer import Tokenizer
 
 log = logger(__name__)
@@ -66,28 +67,48 @@ class Front:
         except BaseException:
             self.client.close()
             raise
-        model = config.model_config
-        self.metrics: Metrics | None = None
-        self.log_stats: LogStats | None = None
+        self._placing = self.client if isinstance(self.client, PlacingClient) else None
+        self._engine_metrics: list[Metrics] = []
+        self.metrics: Metrics | SeveralMetrics | None = None
+        self._log_stats: list[LogStats] = []
         if not config.disable_log_stats:
-            self.metrics = Metrics(
-                model.served_model_name,
-                self.ready.max_model_len,
-                buckets=config.observability_config.custom_histogram_buckets,
-                folder=metrics_folder,
-                num_drafts=config.num_speculative_tokens,
-            )
-            self.metrics.cache_config(
-                dataclasses.asdict(config.cache_config) | {"num_gpu_blocks": self.ready.num_blocks}
-            )
-            if config.lora_config is not None:
-                self.metrics.serve_adapters(config.lora_config.max_loras)
-            self.log_stats = LogStats(self.metrics.totals, folder=metrics_folder)
-            self.log_stats.start()
+            self._measure()
         interval = config.scheduler_config.stream_interval
         self.outputs = OutputProcessor(
-            self.tokenizer, stream_interval=interval, metrics=self.metrics, tracer=self.tracer
+            self.tokenizer, stream_interval=interval, metrics=self._engine_metrics, tracer=self.tracer
         )
+
+    def _measure(self) -> None:
+        """Metrics of each engine, and lines about them in the log."""
+        config, placing = self.config, self._placing
+        readies = [self.ready] if placing is None else placing.readies
+        ranks = [config.parallel_config.data_parallel_rank] if placing is None else placing.ranks
+        for rank, ready in zip(ranks, readies, strict=True):
+            metrics = Metrics(
+                config.model_config.served_model_name,
+                self.ready.max_model_len,
+                rank,
+                buckets=config.observability_config.custom_histogram_buckets,
+                folder=self.metrics_folder,
+                num_drafts=config.num_speculative_tokens,
+            )
+            metrics.cache_config(dataclasses.asdict(config.cache_config) | {"num_gpu_blocks": ready.num_blocks})
+            if config.lora_config is not None:
+                metrics.serve_adapters(config.lora_config.max_loras)
+            self._engine_metrics.append(metrics)
+        together: Metrics | SeveralMetrics = self._engine_metrics[0]
+        if len(self._engine_metrics) > 1:
+            from quire.observe.several import SeveralMetrics  # lazy
+
+            together = SeveralMetrics(self._engine_metrics)
+        self.metrics = together
+        spoken: list[tuple[Metrics | SeveralMetrics, int | None]] = list(zip(self._engine_metrics, ranks, strict=True))
+        if config.logging_config.aggregate_engine_logging and len(spoken) > 1:
+            spoken = [(together, None)]
+        for one, rank_or_all in spoken:
+            log_stats = LogStats(one.totals, rank_or_all, folder=self.metrics_folder)
+            log_stats.start()
+            self._log_stats.append(log_stats)
 
     def prepare(
         self,
@@ -108,6 +129,9 @@ class Front:
             for one in requests:
                 self.outputs.add(one)
                 added.append(one)
+                if self._placing is not None:
+                    engine = self._placing.place(one.requests, one.data_parallel_rank)
+                    self.outputs.place(one.request_id, engine)
             self.client.submit([request for one in added for request in one.requests])
         except BaseException:  # an interrupt may come when some are in the engine already
             self.abort([one.request_id for one in added])
@@ -115,8 +139,8 @@ class Front:
 
     def take(self, news: Outputs) -> Processed:
         """An engine's outputs as results; whatever ended by its text is aborted in the engine."""
-        if news.stats is not None and self.metrics is not None:
-            self.metrics.step(news.stats)
+        if news.stats is not None and self._engine_metrics:
+            self._engine_metrics[news.engine].step(news.stats)
         processed = self.outputs.process(news.outputs)
         self._abort_engine_requests(processed.aborts)
         return processed
@@ -125,6 +149,10 @@ class Front:
         processed = self.outputs.abort(request_ids)
         self._abort_engine_requests(processed.aborts)
         return processed
+
+    def lost_engines(self) -> Mapping[int, str]:
+        """Of several engines, those that are dead while others go on: why, by data-parallel rank."""
+        return {} if self._placing is None else self._placing.lost
 
     def default_params(self) -> SamplingParams:
         return default_params(self.config)
@@ -135,8 +163,8 @@ class Front:
         return self.metrics.read()
 
     def say_stats(self) -> None:
-        if self.log_stats is not None:
-            self.log_stats.say()
+        for log_stats in self._log_stats:
+            log_stats.say()
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -165,8 +193,8 @@ class Front:
         return self.client.call(verb, *args, timeout=timeout, **kwargs)
 
     def close(self) -> None:
-        if self.log_stats is not None:
-            self.log_stats.stop()
+        for log_stats in self._log_stats:
+            log_stats.stop()
         self.client.close()
         self.outputs.clear()
         if self.tracer is not None:

@@ -33,7 +33,7 @@ _FULL_EVERY = 1000  # dropped batches per warning
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float  # wall-clock seconds
     events: Sequence[Any]
-    data_parallel_rank: int | None = None  # this version has one engine
+    data_parallel_rank: int | None = None  # of the engine, if there are several
 
 
 class EventPublisher:
@@ -48,7 +48,10 @@ class EventPublisher:
         buffer_steps: int = 10000,
         hwm: int = 100000,
         max_queue_size: int = 100000,
+        data_parallel_rank: int | None = None,
     ) -> None:
+        """`data_parallel_rank`: of several engines, each has addresses of its own."""
+        self._rank = data_parallel_rank
         self._topic = topic.encode()
         self._next = 0
         self._num_dropped = 0
@@ -69,7 +72,7 @@ class EventPublisher:
     def publish(self, events: Sequence[Any]) -> None:
         number, self._next = self._next, self._next + 1
         try:
-            self._waiting.put_nowait((number, EventBatch(time.time(), events)))
+            self._waiting.put_nowait((number, EventBatch(time.time(), events, self._rank)))
         except queue.Full:
             if self._num_dropped % _FULL_EVERY == 0:
                 log.warning(
@@ -84,6 +87,7 @@ class EventPublisher:
 
     def _open(self, kind: int, endpoint: str, hwm: int, option: str) -> zmq.Socket[bytes]:
         """Bound where the address is a place of this machine's choosing, connected where it names another's."""
+        endpoint = address_of(endpoint, self._rank or 0)
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, hwm)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -131,6 +135,16 @@ class EventPublisher:
             if number >= first:
                 replay.send_multipart([client, b"", _bytes(number), payload])
         replay.send_multipart([client, b"", END_OF_REPLAY, b""])
+
+
+def address_of(endpoint: str, rank: int) -> str:
+    """Of an engine: the port plus its rank; where an address has no port, a suffix."""
+    if not rank:
+        return endpoint
+    head, _, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp:") and port.isdigit():
+        return f"{head}:{int(port) + rank}"
+    return f"{endpoint}_dp{rank}"
 
 
 def _bytes(number: int) -> bytes:

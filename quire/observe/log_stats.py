@@ -26,15 +26,16 @@ class LogStats:
     def __init__(
         self,
         read: Callable[[], Totals],
-        engine_index: int = 0,
+        engine_index: int | None = 0,
         *,
         folder: str | None = None,
         clock: Callable[[], float] = now,
     ) -> None:
+        """`engine_index` None: of all engines together."""
         self._read = read
-        self._engine = engine_index
+        self._name = "All engines" if engine_index is None else f"Engine {engine_index:03d}"
         self._clock = clock
-        self._lock = LeaderLock(folder, f"log-{engine_index}")
+        self._lock = LeaderLock(folder, f"log-{'all' if engine_index is None else engine_index}")
         self._since = clock()
         self._last = read()
         self._quiet = True  # the last line already said that nothing happens
@@ -72,7 +73,7 @@ class LogStats:
         prompt = (totals.prompt_tokens - before.prompt_tokens) / seconds
         generated = (totals.generated_tokens - before.generated_tokens) / seconds
         parts = [
-            f"Engine {self._engine:03d}: Avg prompt throughput: {prompt:.1f} tokens/s",
+            f"{self._name}: Avg prompt throughput: {prompt:.1f} tokens/s",
             f"Avg generation throughput: {generated:.1f} tokens/s",
             f"Running: {totals.running} reqs",
             f"Waiting: {totals.waiting} reqs",

@@ -26,7 +26,7 @@ __all__ = ["TABLE", "Ended", "MetricDeclaration", "Metrics", "Totals", "check_bu
 
 _INFO, _ADAPTERS = "vllm:cache_config_info", "vllm:lora_requests_info"
 _PREFIX = "vllm:"
-_MOST_ENDED = 24
+MOST_ENDED = 24
 
 
 class Totals(NamedTuple):
@@ -76,7 +76,7 @@ class Metrics:
         self._info: dict[str, str] = {}
         self._max_loras = 0  # 0: no adapters are served
         self._adapters: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)  # running, waiting, when
-        self.ended: deque[Ended] = deque(maxlen=_MOST_ENDED)  # the last of this process
+        self.ended: deque[Ended] = deque(maxlen=MOST_ENDED)  # the last of this process
         self.sheet = Sheet(
             (*check_buckets(buckets), *(drafts_table(num_drafts) if num_drafts else ())),
             kind=f"engine{engine_index}", lengths=one_two_five(max_model_len), folder=folder,

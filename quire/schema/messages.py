@@ -123,6 +123,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_def
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     outputs: list[EngineOutput]
     stats: StepStats | None = None
+    engine: int = 0  # place of the engine among several; set by their client, never by an engine
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):

@@ -88,9 +88,16 @@ basic = APIRouter(tags=[_TAG])
 
 @basic.get("/health", response_class=Response, responses={503: ERROR_RESPONSES[503]})
 async def health(request: Request) -> Response:
-    """200 while requests can be served; 503 with the reason when the engine is dead or stuck."""
-    words = _state(request).trouble()
-    return Response(status_code=200) if words is None else refusal(503, words).response()
+    """200 while requests can be served; 503 with the reason when the engine is dead or stuck. Of several engines, those
+    that are dead while others serve are named in the body of a 200."""
+    state = _state(request)
+    words = state.trouble()
+    if words is not None:
+        return refusal(503, words).response()
+    if lost := state.engine.front.lost_engines():
+        body = {"status": "degraded", "dead_engines": {str(rank): reason for rank, reason in lost.items()}}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+    return Response(status_code=200)
 
 
 @basic.get("/ping", operation_id="ping_get", response_class=Response, responses={503: ERROR_RESPONSES[503]})

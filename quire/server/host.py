@@ -27,6 +27,8 @@ from quire.base.log import logger
 from quire.config import EngineConfig
 from quire.config.logs import apply_logging
 from quire.config.server import ServerConfig
+from quire.engine.client import EngineClient
+from quire.engine.connect import Mailbox, attach_several
 from quire.engine.process_client import AttachedClient
 from quire.llm.online import AsyncLLM
 from quire.schema.errors import InputError, ShutdownError
@@ -50,9 +52,8 @@ _LOOK_SECONDS = 0.2  # between two looks at the engine
 class HostBoot(msgspec.Struct, kw_only=True):
     """What an API process is started with, where there are several."""
 
-    folder: str  # of the engine's mailboxes
+    engines: tuple[Mailbox, ...]
     client: int
-    life: int  # descriptor that turns readable when the engine dies
     listener: int  # descriptor
     ready: int  # descriptor to write to when it listens
     metrics_folder: str
@@ -67,7 +68,7 @@ def main(boot_bytes: bytes) -> None:
     options = msgspec.msgpack.decode(boot.options, type=ServerConfig)
     config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
     apply_logging(config.logging_config)
-    client = AttachedClient(boot.folder, boot.client, boot.life)
+    client = _client(boot, options, config)
     engine = open_engine(options, config, client=client, metrics_folder=boot.metrics_folder)
 
     def say() -> None:
@@ -78,6 +79,16 @@ def main(boot_bytes: bytes) -> None:
     status = run(engine, options, opened, say, number=boot.client, secret=boot.secret)
     engine.shutdown()
     os._exit(status)  # nothing is left to save
+
+
+def _client(boot: HostBoot, options: ServerConfig, config: EngineConfig) -> EngineClient:
+    if len(boot.engines) == 1:
+        (engine,) = boot.engines
+        return AttachedClient(engine.folder, boot.client, engine.life)
+    return attach_several(
+        config, boot.engines, client=boot.client, num_clients=options.api_server_count,
+        counts_folder=boot.metrics_folder,
+    )  # fmt: skip
 
 
 def run(

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,6 +25,8 @@ from quire.base.log import logger
 from quire.base.net import is_loopback, join_host_port, open_listener, open_unix_listener
 from quire.config.logs import apply_logging
 from quire.engine.absent import AbsentEngine
+from quire.engine.client import EngineClient
+from quire.engine.connect import start_several
 from quire.engine.process_client import Begun, ProcessClient
 from quire.schema.errors import ConfigError
 from quire.server.starting import open_engine, say_ready, start_errors
@@ -37,8 +39,8 @@ log = logger(__name__)
 _CERTIFICATE_REQUIRED = 2  # ssl_cert_reqs
 
 
-def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun | None = None) -> int:
-    """Until it is told to stop (exit status 0) or the engine dies (1). `begun`: the engine's process, if it waits."""
+def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Sequence[Begun] = ()) -> int:
+    """Until it is told to stop (exit status 0) or all engines are dead (1). `begun`: engine processes that wait."""
     apply_logging(config.logging_config)
     with _terminated():
         if options.tls:
@@ -65,9 +67,9 @@ def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun 
 
 
 def _serve_alone(
-    options: ServerConfig, config: EngineConfig, opened: socket.socket, url: str, laps: Laps, begun: Begun | None
+    options: ServerConfig, config: EngineConfig, opened: socket.socket, url: str, laps: Laps, begun: Sequence[Begun]
 ) -> int:
-    client = None if begun is None else ProcessClient(config, begun=begun)
+    client = _client(config, begun)
     importing = threading.Thread(target=_import_http, name="import HTTP", daemon=True)
     importing.start()
     with start_errors():
@@ -86,6 +88,20 @@ def _serve_alone(
     finally:
         engine.shutdown()
     return status
+
+
+def _client(config: EngineConfig, begun: Sequence[Begun]) -> EngineClient | None:
+    """None: the engine runs in this process."""
+    several = config.parallel_config.data_parallel_size_local > 1
+    if several and not begun:
+        raise ConfigError(
+            "data_parallel_size above 1 and disable_frontend_multiprocessing exclude each other: several engines need "
+            "processes of their own",
+            param="disable_frontend_multiprocessing",
+        )
+    if several:
+        return start_several(config, begun=begun)
+    return ProcessClient(config, begun=begun[0]) if begun else None
 
 
 def serve_rendering(options: ServerConfig, config: EngineConfig, laps: Laps) -> int:

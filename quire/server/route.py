@@ -37,6 +37,7 @@ Args = ParamSpec("Args")
 Value = TypeVar("Value")
 _SMALL = 1 << 15  # bytes; what is in a larger body is read in a lane, and so is what is done with it
 _LONGEST_ID = 256
+_LONGEST_RANK = 6  # digits
 _JSON = (b"content-type", b"application/json")
 _SCHEMA = "#/components/schemas/{model}"
 WireType = type[BaseModel] | type[msgspec.Struct]
@@ -139,6 +140,17 @@ class HttpCall:
             if key in (b"traceparent", b"tracestate"):
                 headers[key.decode()] = value.decode("latin-1")
         return headers or None
+
+    def data_parallel_rank(self) -> int | None:
+        """Of the engine that the client wants its request to run on: X-data-parallel-rank."""
+        text = self.header(b"x-data-parallel-rank")
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit() and len(text) <= _LONGEST_RANK):
+            raise InputError(
+                f"X-data-parallel-rank must be the rank of an engine, got {text[:40]!r}", param="X-data-parallel-rank"
+            )
+        return int(text)
 
     def watch(self, flow: Results) -> None:
         """From now on, a client that goes takes its requests with it, and so does time that is up. The body is read."""

@@ -1,7 +1,7 @@
-"""Several API processes on one engine: started together, watched, replaced when one dies, ended in order.
+"""Several API processes on one engine or several: started together, watched, replaced when one dies, ended in order.
 
 In: options, configuration, the bound socket, which every API process inherits. Out: an exit status.
-An API process that dies takes its own requests with it and is replaced; the engine's death ends everything.
+An API process that dies takes its own requests with it and is replaced; the death of the last engine ends everything.
 Must not know: HTTP, routes, what a request is.
 """
 
@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,7 +22,9 @@ import msgspec
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.base.procs import Child
+from quire.engine.connect import Mailbox, start_several
 from quire.engine.process_client import Begun, ProcessClient, for_children
+from quire.engine.several import SeveralEngines
 from quire.schema.errors import EngineDeadError
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret
@@ -41,11 +43,12 @@ _LAST_WORDS_SECONDS = 5.0  # for API processes to tell their clients that the en
 
 
 def supervise(
-    options: ServerConfig, config: EngineConfig, opened: socket.socket, url: str, laps: Laps, begun: Begun | None
-) -> int:
-    client = ProcessClient(config, shared=True, begun=begun)
+    options: ServerConfig, config: EngineConfig, opened: socket.socket, url: str, laps: Laps,
+    begun: Sequence[Begun],
+) -> int:  # fmt: skip
+    client, engines = _start_engines(config, begun)
     try:
-        supervisor = Supervisor(client, options, config, opened)
+        supervisor = Supervisor(client, engines, options, config, opened)
         try:
             supervisor.start()  # they import and read the tokenizer while the engine loads
             with start_errors():
@@ -62,6 +65,17 @@ def supervise(
             supervisor.end()
     finally:
         client.close()
+
+
+def _start_engines(
+    config: EngineConfig, begun: Sequence[Begun]
+) -> tuple[ProcessClient | SeveralEngines, list[ProcessClient]]:
+    """The client of all of them, and those of each."""
+    if config.parallel_config.data_parallel_size_local == 1:
+        client = ProcessClient(config, shared=True, begun=begun[0] if begun else None)
+        return client, [client]
+    several = start_several(config, begun=begun, shared=True)
+    return several, [one for one in several.members if isinstance(one, ProcessClient)]
 
 
 class _Nobody:
@@ -84,13 +98,19 @@ class _Api:
 
 class Supervisor:
     def __init__(
-        self, client: ProcessClient, options: ServerConfig, config: EngineConfig, opened: socket.socket
+        self,
+        client: ProcessClient | SeveralEngines,
+        engines: Sequence[ProcessClient],
+        options: ServerConfig,
+        config: EngineConfig,
+        opened: socket.socket,
     ) -> None:
         self._client = client
+        self._engines = [Mailbox(one.folder, one.life) for one in engines]
         self._options = options
         self._config = config
         self._opened = opened
-        self._metrics_folder = os.path.join(client.folder, "metrics")
+        self._metrics_folder = os.path.join(self._engines[0].folder, "metrics")
         os.mkdir(self._metrics_folder, 0o700)
         self._secret = new_secret()
         self._apis: dict[int, _Api] = {}
@@ -104,9 +124,8 @@ class Supervisor:
     def _start_one(self, number: int) -> _Api:
         ready, written = os.pipe()
         boot = {
-            "folder": self._client.folder,
+            "engines": self._engines,
             "client": number,
-            "life": self._client.life,
             "listener": self._opened.fileno(),
             "ready": written,
             "metrics_folder": self._metrics_folder,
@@ -114,7 +133,7 @@ class Supervisor:
             "options": self._options,
             "config": for_children(self._config),
         }
-        keep = (self._client.life, self._opened.fileno(), written)
+        keep = (*(one.life for one in self._engines), self._opened.fileno(), written)
         name = f"API process {number}"
         child = Child(API_MAIN, msgspec.msgpack.encode(boot), name=name, keep=keep, keep_env=_TRACING)
         os.close(written)
@@ -148,7 +167,9 @@ class Supervisor:
     def _wait(self, woken: int, seconds: float = 0.5) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(woken, selectors.EVENT_READ)
-            selector.register(self._client.life, selectors.EVENT_READ)
+            if self._client.dead is None:
+                for one in self._alive():
+                    selector.register(one.life, selectors.EVENT_READ)
             for api in self._apis.values():
                 selector.register(api.child.notice, selectors.EVENT_READ)
                 if not api.listens:
@@ -156,6 +177,11 @@ class Supervisor:
             for key, _ in selector.select(seconds):
                 if isinstance(key.data, _Api):
                     key.data.listens = os.read(key.data.ready, 1) != b""
+
+    def _alive(self) -> list[Mailbox]:
+        lost = self._client.lost if isinstance(self._client, SeveralEngines) else {}
+        ranks = self._config.parallel_config.engine_ranks
+        return [one for rank, one in zip(ranks, self._engines, strict=True) if rank not in lost]
 
     def _look_after(self) -> bool:
         """Replace API processes that died; False when that happens too often."""

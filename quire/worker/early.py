@@ -51,7 +51,8 @@ class Early:
         self.manifest = Manifest(about(config, rank, num_workers), self.folder)
         self.compilers: Compilers | None = None
         self._key: Future[str] = Future()
-        for work in (partial(start_cuda, rank), self._read_triton):
+        device = config.parallel_config.place_here * num_workers + rank
+        for work in (partial(start_cuda, device), self._read_triton):
             threading.Thread(target=work, name="early start", daemon=True).start()
         if not self.manifest.current and (count := num_children() // num_workers) > 0:
             self.compilers = Compilers(count, self.folder, self._key)
@@ -68,12 +69,12 @@ class Early:
             self._key.set_result(key)
 
 
-def start_cuda(rank: int = 0) -> None:
+def start_cuda(number: int = 0) -> None:
     """Make the device's context; torch finds it there. Whatever is wrong, torch will say in better words."""
     try:
         driver = ctypes.CDLL(_DRIVER)
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), rank) == 0:
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), number) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     except (OSError, AttributeError):
         pass

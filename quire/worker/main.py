@@ -76,12 +76,15 @@ def build_worker(
 ) -> Worker:
     call_plugins()
     device, laps = torch.device(config.device_config.device), laps or Laps()
+    parallel = config.parallel_config
+    # among the workers of all engines of this machine
+    place, num_places = parallel.place_here * num_workers + rank, parallel.num_engines_here * num_workers
     if device.type == "cuda":
         with laps.inside("device"):
-            device = set_up_gpu(laps, rank, num_workers)
+            device = set_up_gpu(laps, place, num_places)
     elif device.type != "cpu":
         raise NotBuiltError(f"device {str(device)!r} is not built; this version runs on cpu and cuda", param="device")
-    threads = set_threads(rank, num_workers)
+    threads = set_threads(place, num_places)
     if device.type == "cpu":
         register(threads)
     made = worker_class(config.parallel_config.worker_extension_cls)

@@ -86,8 +86,8 @@ def gpu_of(rank: int, size: int) -> int:
     if rank < count:
         return rank
     raise ConfigError(
-        f"rank {rank} has no GPU: there are {size} ranks (tensor_parallel_size x pipeline_parallel_size), and {count} "
-        "GPUs are visible (CUDA_VISIBLE_DEVICES, nvidia-smi)",
+        f"worker {rank} of {size} has no GPU: {count} are visible (CUDA_VISIBLE_DEVICES, nvidia-smi), and "
+        "tensor_parallel_size x pipeline_parallel_size x data_parallel_size are needed",
         param="tensor_parallel_size",
         value=size,
     )

@@ -196,7 +196,8 @@ class Worker:
         """Bytes for the KV cache; called once the weights are loaded."""
         configured = self.config.cache_config.kv_cache_memory_bytes
         if self.device.type == "cpu":
-            total = kv_bytes(configured, num_workers=self.group.world_size)
+            num_workers = self.group.world_size * self.config.parallel_config.num_engines_here
+            total = kv_bytes(configured, num_workers=num_workers)
             return total if self._drafter is None else self._drafter.leave(total, self._specs)
         if configured is not None or not self._specs:  # without specs nothing is kept between steps
             return configured or 0

@@ -227,3 +227,12 @@ def test_the_list_of_programs_is_complete() -> None:
     text = (Path(__file__).parents[2] / "compat" / "README.md").read_text()
     listed = text.partition("documentation's own programs")[2].partition("\n\n")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`([a-z_]+)`", listed)) == sorted(path.stem for path in PROGRAMS.glob("*.py"))
+
+
+def test_data_parallel(tmp_path: Path) -> None:
+    """A process per engine of a mixture of experts, each with its own prompts and parameters."""
+    make_tiny("MixtralForCausalLM", tmp_path)
+    printed = run("data_parallel", "--model", str(tmp_path))
+    assert sorted(re.findall(r"^Parallel \d: (.*)$", printed, re.MULTILINE)) == ["0 of 2", "1 of 2"]
+    lines = re.findall(r"^DP rank (\d): '(.*)' -> (\d+)$", printed, re.MULTILINE)
+    assert sorted(lines) == sorted((str(i % 2), f"Prompt number {i}", str([8, 12][i % 2])) for i in range(5))

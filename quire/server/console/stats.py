@@ -8,6 +8,7 @@ Must not know: pages, dialects.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -16,6 +17,9 @@ from quire import __version__
 from quire.observe.metrics import Ended, Metrics
 from quire.server.errors import ERROR_RESPONSES
 from quire.server.state import ServerState
+
+if TYPE_CHECKING:
+    from quire.observe.several import SeveralMetrics
 
 PATH = "/console/stats"
 router = APIRouter(tags=["admin"])
@@ -71,7 +75,7 @@ async def console_stats(request: Request) -> EngineStats:
     return facts if front.metrics is None else facts.model_copy(update=_numbers(front.metrics))
 
 
-def _numbers(metrics: Metrics) -> dict[str, object]:
+def _numbers(metrics: Metrics | SeveralMetrics) -> dict[str, object]:
     totals = metrics.totals()
     return {
         "running": totals.running,

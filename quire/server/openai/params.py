@@ -146,6 +146,7 @@ async def open_requests(
             priority=request.priority or 0,
             tenant=call.tenant,
             trace_headers=call.trace_headers(),
+            data_parallel_rank=call.data_parallel_rank(),
             lora_name=call.model.adapter,
         )
         flow: Flow | BeamFlow = open_beams(call, request, requests, options, params.structured_outputs)
@@ -166,7 +167,7 @@ async def prepare_requests(
         tokenizing["truncation_side"] = request.truncation_side
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
     salt = request.cache_salt if state.salts is None else state.salts.salt(call.caller, request.cache_salt)
-    trace, tenant = call.trace_headers(), call.tenant
+    trace, tenant, rank = call.trace_headers(), call.tenant, call.data_parallel_rank()
     options = [
         Options(
             priority=request.priority or 0,
@@ -174,6 +175,7 @@ async def prepare_requests(
             lora_name=model.adapter,
             tokenization_kwargs=tokenizing or None,
             trace_headers=trace,
+            data_parallel_rank=rank,
             seed=engine.front.inputs.draw_seed(),
             stream_interval=request.stream_interval,
             continues=continues,

@@ -101,7 +101,7 @@ async def run_pooling(
     salt = request.cache_salt if state.salts is None else state.salts.salt(call.caller, request.cache_salt)
     options = Options(
         priority=request.priority or 0, lora_name=call.model.adapter, tokenization_kwargs=tokenizing or None,
-        trace_headers=call.trace_headers(), tenant=call.tenant,
+        trace_headers=call.trace_headers(), tenant=call.tenant, data_parallel_rank=call.data_parallel_rank(),
     )  # fmt: skip
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
 

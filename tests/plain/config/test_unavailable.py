@@ -83,7 +83,11 @@ def test_what_is_not_in_the_table_works() -> None:
             "neither sends nor receives KV; leave kv_transfer_config at None",
         ),
         ("enable_mfu_metrics", True, "this version does not measure it"),
-        ("fault_tolerance_config", {"engine_recovery_timeout_sec": 1}, "one engine serves in this version; leave"),
+        (
+            "fault_tolerance_config",
+            {"engine_recovery_timeout_sec": 1},
+            "engines are replicas that do not know of each other",
+        ),
     ],
 )
 def test_a_refusal_says_which_feature_is_missing(name: str, value: Any, words: str) -> None:

@@ -17,7 +17,7 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.engine.loop import EngineLoop
 from quire.engine.start import _event_publisher
-from quire.observe.kv_events import END_OF_REPLAY, EventPublisher
+from quire.observe.kv_events import END_OF_REPLAY, EventPublisher, address_of
 from quire.sched.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
@@ -204,3 +204,10 @@ def test_from_the_option_to_a_subscriber(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         llm.close()
         subscriber.close()
+
+
+def test_every_engine_of_several_has_addresses_of_its_own() -> None:
+    assert [address_of("tcp://*:5557", rank) for rank in (0, 1, 3)] == ["tcp://*:5557", "tcp://*:5558", "tcp://*:5560"]
+    assert address_of("ipc:///tmp/events", 0) == "ipc:///tmp/events"
+    assert address_of("ipc:///tmp/events", 2) == "ipc:///tmp/events_dp2"
+    assert address_of("inproc://events", 1) == "inproc://events_dp1"

@@ -36,7 +36,9 @@ class Run:
 
     def __init__(self, stage, prompt="ab", interval=1, metrics=None, **params) -> None:
         inputs, tokenizer = stage
-        self.outputs = OutputProcessor(tokenizer, stream_interval=interval, metrics=metrics)
+        self.outputs = OutputProcessor(
+            tokenizer, stream_interval=interval, metrics=() if metrics is None else [metrics]
+        )
         self.asked = inputs.process("r", prompt, SamplingParams(**params))
         self.outputs.add(self.asked)
 

@@ -78,3 +78,43 @@ def test_counts_are_those_of_unfinished_requests(name: str) -> None:
 def test_no_engine_is_an_error() -> None:
     with pytest.raises(ConfigError, match="at least one engine, got 0"):
         Router(0)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_lost_engine_gives_up_its_requests_and_is_never_chosen_again(name: str) -> None:
+    router = ROUTERS[name](3)
+    shared = tuple(range(3 * PIECE))
+    ids = {str(i): router.assign(str(i), (*shared, i)) for i in range(9)}
+    gone = ids["0"]
+    assert sorted(router.lose(gone)) == sorted(one for one, engine in ids.items() if engine == gone)
+    assert router.unfinished[gone] == 0 and router.lose(gone) == [] and gone not in router.living
+    later = [router.assign(f"later {i}", (*shared, i)) for i in range(30)]
+    assert gone not in later and set(later) <= set(router.living) and len(set(later)) == 2
+    router.finish("0")  # it went with its engine
+    assert sum(router.unfinished) == sum(engine != gone for engine in ids.values()) + 30
+
+
+class Board:
+    """Counts that two routers share."""
+
+    def __init__(self) -> None:
+        self.counts = [0, 0]
+
+    def add(self, engine: int, amount: int) -> None:
+        self.counts[engine] += amount
+
+    def read(self) -> list[int]:
+        return self.counts
+
+
+def test_routers_that_share_their_counts_fill_engines_evenly() -> None:
+    """Each by itself would send its first request to engine 0."""
+    board = Board()
+    routers = [LeastLoaded(2, board), LeastLoaded(2, board)]
+    assert [router.assign(f"{name}", ()) for name, router in enumerate(routers)] == [0, 1]
+    routers[0].place("forced", 1)
+    assert board.counts == [1, 2] and routers[1].assign("next", ()) == 0
+    for router in routers:
+        for name in ("0", "1", "forced", "next"):
+            router.finish(name)
+    assert board.counts == [0, 0]

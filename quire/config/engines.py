@@ -1,0 +1,132 @@
+"""Which engines of a data-parallel deployment this program starts: a step of resolve.py.
+
+In: ParallelConfig as requested, and the variables DP_SIZE, DP_RANK and DP_RANK_LOCAL. Out: the same with the ranks of
+the engines that start here settled: all of them (internal balancing), one (external), or some (hybrid). Engines are
+replicas that do not know of each other. Must not know: how an engine is started, or which one a request goes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.base import env
+from quire.base.log import logger
+from quire.config.engine import EngineConfig, replace
+from quire.config.ranks import MOST_RANKS
+from quire.config.running import ParallelConfig
+from quire.schema.errors import ConfigError, NotBuiltError
+
+log = logger(__name__)
+_SIZE, _LOCAL, _RANK, _START = (
+    "data_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank",
+)  # fmt: skip
+
+
+def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """How many engines there are, and which of them start here."""
+    parallel = config.parallel_config
+    rank, local = requested.get(_RANK), requested.get(_LOCAL)
+    _check_sizes(parallel, rank, local)
+    if parallel.data_parallel_size == 1 and local != 0 and env.DP_SIZE.get() > 1:
+        return _one_of_several_programs(config)
+    if parallel.data_parallel_size == 1:
+        return config
+    if rank is not None or parallel.data_parallel_external_lb:
+        return _one_engine(config, rank, local)
+    if parallel.data_parallel_hybrid_lb or parallel.data_parallel_start_rank is not None:
+        return _some_engines(config, local)
+    if local is not None and local < parallel.data_parallel_size:
+        raise NotBuiltError(
+            f"{_LOCAL}={local} of {_SIZE}={parallel.data_parallel_size}: the others would be on other machines, behind "
+            "this server's port, which this version does not have; start a server on each machine, with "
+            "data_parallel_hybrid_lb and a load balancer in front",
+            param=_LOCAL,
+            value=local,
+        )
+    return _settled(config, rank=0, local=parallel.data_parallel_size)
+
+
+def _check_sizes(parallel: ParallelConfig, rank: int | None, local: int | None) -> None:
+    size = parallel.data_parallel_size
+    if size * parallel.world_size > MOST_RANKS:
+        raise ConfigError(
+            f"{_SIZE} is {size}, of {parallel.world_size} ranks each; at most {MOST_RANKS} ranks are started",
+            param=_SIZE,
+            value=size,
+        )
+    if parallel.data_parallel_external_lb and parallel.data_parallel_hybrid_lb:
+        raise ConfigError("data_parallel_external_lb and data_parallel_hybrid_lb exclude each other")
+    if parallel.data_parallel_external_lb and size == 1:
+        raise ConfigError(f"data_parallel_external_lb needs {_SIZE} above 1", param="data_parallel_external_lb")
+    if local == 0:
+        raise NotBuiltError(
+            f"{_LOCAL}=0 is a server whose engines are on other machines, which this version does not have",
+            param=_LOCAL,
+            value=local,
+        )
+    if local is not None and local > size:
+        raise ConfigError(f"{_LOCAL}={local} is more than {_SIZE}={size}", param=_LOCAL, value=local)
+    if rank is not None and rank >= size:
+        raise ConfigError(f"{_RANK} is {rank}; it must be below {_SIZE}={size}", param=_RANK, value=rank)
+
+
+def _one_engine(config: EngineConfig, rank: int | None, local: int | None) -> EngineConfig:
+    """External balancing: servers of one engine each. On which machine the others are, nobody says."""
+    if rank is None:
+        raise ConfigError(f"data_parallel_external_lb needs {_RANK}", param=_RANK)
+    if local not in (None, 1):
+        raise ConfigError(
+            f"{_LOCAL}={local}, but a server with external load balancing has one engine", param=_LOCAL, value=local
+        )
+    if config.parallel_config.data_parallel_hybrid_lb:
+        raise ConfigError(f"data_parallel_hybrid_lb takes {_START}, not {_RANK}", param=_RANK, value=rank)
+    log.info("Engine %d of %d, balanced outside", rank, config.parallel_config.data_parallel_size)
+    return _settled(config, rank=rank, local=1, data_parallel_external_lb=True)
+
+
+def _some_engines(config: EngineConfig, local: int | None) -> EngineConfig:
+    """Hybrid balancing: servers of some engines each."""
+    parallel = config.parallel_config
+    size, start = parallel.data_parallel_size, parallel.data_parallel_start_rank or 0
+    if local is None:
+        raise ConfigError(f"data_parallel_hybrid_lb needs {_LOCAL}", param=_LOCAL)
+    if start + local > size:
+        raise ConfigError(
+            f"{_START}={start} and {_LOCAL}={local} name engines beyond {_SIZE}={size}", param=_START, value=start
+        )
+    if local == size:
+        return _settled(config, rank=0, local=size, data_parallel_hybrid_lb=False)
+    if local == 1:
+        log.warning("data_parallel_hybrid_lb with %s=1 is external load balancing", _LOCAL)
+        changes = {"data_parallel_hybrid_lb": False, "data_parallel_external_lb": True}
+        return _settled(config, rank=start, local=1, **changes)
+    log.info("Engines %d to %d of %d, balanced outside and here", start, start + local - 1, size)
+    return _settled(config, rank=start, local=local, data_parallel_hybrid_lb=True)
+
+
+def _one_of_several_programs(config: EngineConfig) -> EngineConfig:
+    """A program that is run once per engine, each with its own requests: the variables say which one this is."""
+    size, rank = env.DP_SIZE.get(), env.DP_RANK.get()
+    if size * config.parallel_config.world_size > MOST_RANKS:
+        raise ConfigError(f"VLLM_DP_SIZE is {size}; at most {MOST_RANKS} ranks are started")
+    if not 0 <= rank < size:
+        raise ConfigError(f"VLLM_DP_RANK is {rank}; it must be from 0 to {size - 1}, because VLLM_DP_SIZE is {size}")
+    place = env.DP_RANK_LOCAL.get()
+    place = rank if place is None else place
+    if not 0 <= place < size:
+        raise ConfigError(f"VLLM_DP_RANK_LOCAL is {place}; it must be from 0 to {size - 1}")
+    log.info("Engine %d of %d (VLLM_DP_RANK, VLLM_DP_SIZE)", rank, size)
+    changes = {_SIZE: size, "data_parallel_rank_local": place, "num_engines_here": size}
+    return _settled(config, rank=rank, local=1, **changes)
+
+
+def _settled(config: EngineConfig, *, rank: int, local: int, **changes: Any) -> EngineConfig:
+    changes = {_RANK: rank, _LOCAL: local, "num_engines_here": local} | changes
+    return replace(config, **{f"parallel_config.{name}": value for name, value in changes.items()})
+
+
+def config_of_engine(config: EngineConfig, place: int) -> EngineConfig:
+    """For one of the engines that this program starts, by its place among them."""
+    rank = config.parallel_config.data_parallel_rank + place
+    return replace(config, **{f"parallel_config.{_RANK}": rank, "parallel_config.data_parallel_rank_local": place})

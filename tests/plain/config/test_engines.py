@@ -1,0 +1,92 @@
+"""Which engines of a data-parallel deployment a program starts, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base import env
+from quire.config import EngineArgs
+from quire.config.engines import config_of_engine
+from quire.config.ranks import MOST_RANKS
+from quire.schema.errors import ConfigError, NotBuiltError
+from tests.plain.config.test_hints import LLAMA
+
+
+def resolve(folder: Path, **options: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    args = EngineArgs(model=str(folder), device="cpu", skip_tokenizer_init=True, **options)
+    return args.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "lb"),
+    [
+        ({}, [0], ""),
+        ({"data_parallel_size": 3}, [0, 1, 2], ""),
+        ({"data_parallel_size": 3, "data_parallel_size_local": 3}, [0, 1, 2], ""),
+        ({"data_parallel_size": 3, "data_parallel_rank": 2}, [2], "external"),
+        ({"data_parallel_size": 3, "data_parallel_rank": 0, "data_parallel_external_lb": True}, [0], "external"),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 2}, [2, 3], "hybrid"),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, [0, 1], "hybrid"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, [0, 1], ""),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_start_rank": 3}, [3], "external"),
+        ({"data_parallel_rank": 0}, [0], ""),
+    ],
+)
+def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb: str, tmp_path: Path) -> None:
+    parallel = resolve(tmp_path, **options).parallel_config
+    assert list(parallel.engine_ranks) == ranks and parallel.num_engines_here == len(ranks)
+    assert (parallel.data_parallel_external_lb, parallel.data_parallel_hybrid_lb) == (lb == "external", lb == "hybrid")
+    assert parallel.data_parallel_size == options.get("data_parallel_size", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"data_parallel_size": 2, "data_parallel_rank": 2}, ConfigError, "must be below data_parallel_size=2"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 3}, ConfigError, "is more than data_parallel_size=2"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, NotBuiltError, "on other machines"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 0}, NotBuiltError, "on other machines"),
+        ({"data_parallel_external_lb": True}, ConfigError, "needs data_parallel_size above 1"),
+        ({"data_parallel_size": 2, "data_parallel_external_lb": True}, ConfigError, "needs data_parallel_rank"),
+        ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, ConfigError, "needs data_parallel_size_local"),
+        ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True, "data_parallel_external_lb": True}, ConfigError,
+         "exclude each other"),
+        ({"data_parallel_size": 4, "data_parallel_rank": 0, "data_parallel_size_local": 2}, ConfigError, "one engine"),
+        ({"data_parallel_size": 4, "data_parallel_start_rank": 3, "data_parallel_size_local": 2}, ConfigError,
+         "beyond data_parallel_size=4"),
+        ({"data_parallel_size": MOST_RANKS, "tensor_parallel_size": 2}, ConfigError, f"at most {MOST_RANKS} ranks"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, NotBuiltError, "starts engines itself"),
+        ({"data_parallel_size": 2, "data_parallel_routing": "best"}, ConfigError, "least-loaded"),
+        ({"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}, NotBuiltError, "replicas"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=said):
+        resolve(tmp_path, **options)
+
+
+def test_a_program_per_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the documented program does it: the variables are set before an LLM is built."""
+    variables = {"SIZE": "4", "RANK": "3", "RANK_LOCAL": "1", "MASTER_IP": "127.0.0.1", "MASTER_PORT": "4711"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"VLLM_DP_{name}", value)
+    env.forget_all()
+    parallel = resolve(tmp_path).parallel_config
+    assert (parallel.data_parallel_size, parallel.data_parallel_rank, parallel.data_parallel_size_local) == (4, 3, 1)
+    assert (parallel.place_here, parallel.num_engines_here) == (1, 4)
+    assert resolve(tmp_path, data_parallel_size=2).parallel_config.data_parallel_size == 2  # an option goes first
+    monkeypatch.setenv("VLLM_DP_RANK", "4")
+    env.forget_all()
+    with pytest.raises(ConfigError, match="VLLM_DP_RANK is 4; it must be from 0 to 3"):
+        resolve(tmp_path)
+
+
+def test_every_engine_has_a_place_of_its_own(tmp_path: Path) -> None:
+    config = resolve(tmp_path, data_parallel_size=4, data_parallel_size_local=2, data_parallel_start_rank=2)
+    engines = [config_of_engine(config, place).parallel_config for place in range(2)]
+    assert [(one.data_parallel_rank, one.place_here, one.num_engines_here) for one in engines] == [(2, 0, 2), (3, 1, 2)]
