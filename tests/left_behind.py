@@ -38,10 +38,8 @@ NEW_IS_FINE = frozenset(
     ("names of", "module", "logger", "torch", "kernels", "table", "kernel", "triton")
 )  # with a module that is now imported
 PATCHED_OFTEN: tuple[Any, ...] = (time, os, socket, builtins, threading, asyncio, subprocess, shutil)
-# Of these, functions alone: other names are theirs to change.
-FUNCTIONS_PATCHED_OFTEN = ("torch", "torch.cuda", "torch.nn.functional")
-LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "xgrammar", "llguidance",
-             "outlines", "openai", "httpx", "uvicorn", "uvloop")  # fmt: skip
+# Of these, functions alone. Not of torch itself: it replaces some when its compiler is first imported.
+FUNCTIONS_PATCHED_OFTEN = ("torch.nn.functional",)
 ABSENT = object()
 FUNCTIONS = (FunctionType, BuiltinFunctionType)
 OUR_VARIABLES = ("QUIRE_", "VLLM_", "HF_", "OPENAI_", "OTEL_")
@@ -131,7 +129,7 @@ def _modules() -> State:
             found["names of", name] = {
                 key: one for key, one in list(vars(module).items()) if key[0] != "_" and isinstance(one, FUNCTIONS)
             }
-    return found | {("module", name): sys.modules[name] for name in LIBRARIES if name in sys.modules}
+    return found
 
 
 def _plugins(module: ModuleType) -> State:
