@@ -17,11 +17,6 @@ ASKED: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def smol_dtype() -> str:
-    return "float32"
-
-
-@pytest.fixture(scope="module")
 def client(smol: Live) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none", max_retries=0)
 
