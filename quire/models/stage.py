@@ -1,4 +1,4 @@
-"""PipelineStage: which layers of a model one stage of a pipeline has, and which names of a checkpoint belong to other stages.
+"""PipelineStage: which layers of a model one stage has, and which names of a checkpoint belong to other stages.
 
 In: the ranks that hold the model (quant/shard.py), its architecture, PP_LAYER_PARTITION. The first stage embeds tokens,
 the last one has the final norm and the head; a tied head's matrix is on both. Must not know: processes, tensors, how a
