@@ -26,19 +26,19 @@ def check_ranks(requested: Mapping[str, Any], config: EngineConfig) -> EngineCon
     size, backend = parallel.world_size, parallel.distributed_executor_backend
     if size == 1:
         return config
-    told = _sizes(parallel)
+    sizes = _sizes(parallel)
     if size > MOST_RANKS:
-        raise ConfigError(f"{told}: at most {MOST_RANKS} ranks are started", param="tensor_parallel_size", value=size)
+        raise ConfigError(f"{sizes}: at most {MOST_RANKS} ranks are started", param="tensor_parallel_size", value=size)
     if _wants_ray(requested):
         raise NotBuiltError(
-            f"distributed_executor_backend='ray' with {told}: this version starts its workers itself, on one machine "
+            f"distributed_executor_backend='ray' with {sizes}: this version starts its workers itself, on one machine "
             "(mp)",
             param="distributed_executor_backend",
             value="ray",
         )
     if backend == "uni":
         raise ConfigError(
-            f"distributed_executor_backend='uni' is one worker, and there are {size} ({told}): choose mp, or leave it "
+            f"distributed_executor_backend='uni' is one worker, and there are {size} ({sizes}): choose mp, or leave it "
             "unset",
             param="distributed_executor_backend",
             value=backend,

@@ -27,7 +27,7 @@ from quire.layers.rope import Rope, RotaryTables
 from quire.layers.shared import SharedUse
 from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
 from quire.models.arch import Arch, Layer
-from quire.models.stage import Stage
+from quire.models.stage import PipelineStage
 from quire.ops.act import PLAIN
 from quire.ops.blocks import BlockParts, Weights
 from quire.ops.coded import CodedWeight, is_simple
@@ -334,7 +334,7 @@ class SharedBlock(SingleBlock):
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
         super().__init__(arch, index, rope, storage)
         assert arch.shared is not None
-        begin = Stage.of(storage.group, arch).layers.start
+        begin = PipelineStage.of(storage.group, arch).layers.start
         self.use = SharedUse(index, arch.width, arch.shared, arch.norm, rope, storage, begin=begin)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:

@@ -36,7 +36,7 @@ from quire.layers.veto import hooks_of, vetoed
 from quire.models.arch import Arch
 from quire.models.blocks import BLOCKS, DecoderBlock, SharedBlock, Whole
 from quire.models.layout import arrange_for
-from quire.models.stage import Elsewhere, Stage
+from quire.models.stage import OtherStage, PipelineStage
 from quire.ops.act import tanh
 from quire.ops.blocks import BlocksRun, StepTurn, join_blocks
 from quire.ops.lora import AdapterRows
@@ -129,7 +129,7 @@ def _positions(arch: Arch, storage: Storage) -> nn.Module:
 
 def _elsewhere() -> Any:
     """Typed as the module that another stage has in its place."""
-    return Elsewhere()
+    return OtherStage()
 
 
 class Decoder(nn.Module):
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch, self.storage = arch, storage
         self.captures = not isinstance(arch.state, KdaKind)  # its scan waits for the device
-        self.stage = Stage.of(storage.group, arch)
+        self.stage = PipelineStage.of(storage.group, arch)
         self._make_start(arch, storage)
         self._make_layers(arch, storage, max_model_len)
         self.adapters: StepAdapters | None = None  # unless the engine serves adapters
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         ropes = [Rope(kind, max_model_len, storage) for kind in kinds]
         self.ropes = nn.ModuleList(ropes)
         self._rotary_tables = [rope.tables for rope in ropes]
-        self.layers = nn.ModuleList(Elsewhere() for _ in arch.layers)
+        self.layers = nn.ModuleList(OtherStage() for _ in arch.layers)
         self.rope_of: list[int | None] = [None] * len(arch.layers)
         for i in self.stage.layers:
             layer = arch.layers[i]

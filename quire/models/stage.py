@@ -1,4 +1,4 @@
-"""Stage: which layers of a model one stage of a pipeline has, and which names of a checkpoint belong to other stages.
+"""PipelineStage: which layers of a model one stage has, and which names of a checkpoint belong to other stages.
 
 In: the ranks that hold the model (quant/shard.py), its architecture, PP_LAYER_PARTITION. The first stage embeds tokens,
 the last one has the final norm and the head; a tied head's matrix is on both. Must not know: processes, tensors, how a
@@ -27,7 +27,7 @@ _LAST = ("model.norm.", "model.project_out.", "lm_head.")
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     index: int
     count: int
     layers: range  # of the model's
@@ -41,7 +41,7 @@ class Stage:
         return self.index == self.count - 1
 
     @classmethod
-    def of(cls, group: ShardGroup, arch: Arch) -> Stage:
+    def of(cls, group: ShardGroup, arch: Arch) -> PipelineStage:
         total = len(arch.layers)
         if group.stages == 1:
             return cls(0, 1, range(total))
@@ -75,7 +75,7 @@ class Stage:
         return lies_elsewhere
 
 
-class Elsewhere(nn.Module):
+class OtherStage(nn.Module):
     """In the place of a module that another stage has."""
 
     def forward(self, *args: Any) -> Any:
@@ -100,13 +100,13 @@ def layers_per_stage(total: int, stages: int, partition: str = "") -> list[int]:
 
 
 def _as_configured(total: int, stages: int, partition: str) -> list[int]:
-    told = f"QUIRE_PP_LAYER_PARTITION={partition[:200]!r}"
+    setting = f"QUIRE_PP_LAYER_PARTITION={partition[:200]!r}"
     parts = [part.strip() for part in partition.split(",", stages + 1)]
     if not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts):
-        raise ConfigError(f"{told} must be numbers of layers with commas between them, as 9,11,12")
+        raise ConfigError(f"{setting} must be numbers of layers with commas between them, as 9,11,12")
     counts = [int(part) for part in parts]
     if len(counts) != stages:
-        raise ConfigError(f"{told} must have a number for each of the {stages} stages (pipeline_parallel_size)")
+        raise ConfigError(f"{setting} must have a number for each of the {stages} stages (pipeline_parallel_size)")
     if min(counts) < 1 or sum(counts) != total:
-        raise ConfigError(f"{told}: every stage needs a layer, and the numbers must add up to the model's {total}")
+        raise ConfigError(f"{setting}: every stage needs a layer, and the numbers must add up to the model's {total}")
     return counts

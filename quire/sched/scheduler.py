@@ -76,7 +76,7 @@ class Scheduler:
         # With one plan at a time the next one knows what rows have drafted; plans ahead have to assume the most.
         self.knows_drafts = self.drafts and config.depth == 1
         self.limits_overlap = config.overlap is not None and config.overlap < config.depth
-        self.told: list[RowToken] = []  # what workers that do not sample have to be told, where overlap is limited
+        self.news: list[RowToken] = []  # what workers that do not sample have to be news, where overlap is limited
         self.requests: dict[str, Request] = {}
         self.flights: deque[tuple[int, list[Request]]] = deque()  # plans out: step, requests parallel to its grants
         self.step = 0
@@ -192,14 +192,14 @@ class Scheduler:
             return StepPlan(step=self.step, grants=())
         self.flights.append((self.step, filled.requests))
         left, self.planner.left = tuple(self.planner.left), []
-        told, self.told = tuple(self.told), []
+        news, self.news = tuple(self.news), []
         return StepPlan(
             step=self.step,
             grants=tuple(filled.grants),
             joined=tuple(filled.joined),
             left=left,
             total_tokens=sum([grant.count for grant in filled.grants]),
-            sampled=told,
+            sampled=news,
             moves=self.kv.moves.take() if self.kv.moves.waiting else (),
             adapters=() if self.planner.adapters is None else self.planner.adapters.take_placements(),
         )
@@ -242,7 +242,7 @@ class Scheduler:
                 generated_tokens += len(new)
                 if self.limits_overlap and ending is None:
                     end = len(request.tokens)
-                    self.told += [RowToken(request.id, end - len(new) + i, token) for i, token in enumerate(new)]
+                    self.news += [RowToken(request.id, end - len(new) + i, token) for i, token in enumerate(new)]
             if request.computed >= request.next_block:
                 kv.commit(request)
             if plain and ending is None and request.last_token is not None:
