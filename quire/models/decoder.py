@@ -140,6 +140,7 @@ class Decoder(nn.Module):
         self.arch, self.storage = arch, storage
         self.captures = not isinstance(arch.state, KdaKind)  # its scan waits for the device
         self.stage = PipelineStage.of(storage.group, arch)
+        self._is_first, self._is_last = self.stage.is_first, self.stage.is_last
         self._make_start(arch, storage)
         self._make_layers(arch, storage, max_model_len)
         self.adapters: StepAdapters | None = None  # unless the engine serves adapters
@@ -219,17 +220,17 @@ class Decoder(nn.Module):
             rotaries = [RotaryTables(*tables(where)) for tables in self._rotary_tables]
         else:
             rotaries = [rope(where, channels) for rope in self.ropes]
-        x = self._embedded(batch) if self.stage.is_first else batch.stream
+        x = self._embedded(batch) if self._is_first else batch.stream
         assert x is not None, "a stage got no stream from the one before"
         if self.arch.shared is not None:
             embedded = x
-            if not self.stage.is_first:
+            if not self._is_first:
                 x, embedded = (part.contiguous() for part in x.split(self.arch.width, -1))
             batch = replace(batch, embedded=embedded)
         delta: Delta = None
         for stretch in self._stretches:
             x, delta = stretch(x, delta, batch, rotaries, adapters)
-        if not self.stage.is_last:
+        if not self._is_last:
             x = x if delta is None else x + whole(delta)
             return x if batch.embedded is None else torch.cat((x, batch.embedded), -1)
         x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]

@@ -56,7 +56,7 @@ def modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("code", "unused", "most"),
     [
-        pytest.param(OFFLINE, UNUSED, 250, id="LLM"),
+        pytest.param(OFFLINE, UNUSED, 251, id="LLM"),
         pytest.param(ENGINE, UNUSED - OF_ENGINES, 203, id="engine process"),
         pytest.param(API, OF_WORKERS | OF_SEVERAL, 183, id="API process"),
     ],

@@ -27,7 +27,7 @@ quire.engine.process_client.MAIN = "tests.fake_engine:main"
 from quire.cli.main import main
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 class Server:
@@ -40,7 +40,11 @@ class Server:
         self.lines: list[str] = []
         self._changed = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
-        self.url = self.wait_line(r"Listening at (http://[\d.:]+)").group(1)
+        try:
+            self.url = self.wait_line(r"Listening at (http://[\d.:]+)").group(1)
+        except BaseException:
+            self.process.kill()  # the others leave with it
+            raise
 
     def _read(self) -> None:
         assert self.process.stderr is not None

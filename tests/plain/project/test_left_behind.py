@@ -128,8 +128,8 @@ def test_a_launcher_on_a_kernel_is_named() -> None:
     before = state_of_process()
     vars(kernels[0])["run"] = print
     try:
-        (changed, *_) = differences(before, state_of_process())
-        assert changed.startswith(f"kernel quire.ops.triton.norm.{kernels[0].__name__}")
+        changed = differences(before, state_of_process())  # in every module that imports it
+        assert any(line.startswith(f"kernel quire.ops.triton.norm.{kernels[0].__name__}") for line in changed)
     finally:
         del vars(kernels[0])["run"]
     kernels[0].params[0].do_not_specialize_on_alignment ^= True
