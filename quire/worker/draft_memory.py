@@ -17,32 +17,15 @@ import torch
 
 from quire.attention.backend import AttentionBackend
 from quire.layers.batch import Batch
-from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
+from quire.schema.kv import KVSpec
 from quire.schema.step import NewRow, StepPlan
 from quire.worker.inputs import StepShape, build
 from quire.worker.kv_memory import KVMemory
 from quire.worker.rows import Rows
+from quire.worker.trial import scratch_layout
 
 if TYPE_CHECKING:
     from quire.models.build import Model
-
-
-def draft_layout(specs: Sequence[KVSpec], num_blocks: int) -> KVLayout:
-    """Every layer has a memory slot of its own, so one block number serves a text in all groups."""
-    members: dict[tuple[KVKind, int, int], list[str]] = {}
-    for spec in specs:
-        members.setdefault((spec.kind, spec.block_size, spec.window), []).append(spec.layer)
-    groups = tuple(
-        KVGroup(kind=kind, block_size=size, window=window, layers=tuple(layers))
-        for (kind, size, window), layers in members.items()
-    )
-    return KVLayout(
-        num_blocks=num_blocks,
-        page_bytes=max((spec.page_bytes for spec in specs), default=0),
-        groups=groups,
-        slots=tuple((spec.layer,) for spec in specs),
-        specs=tuple(specs),
-    )
 
 
 class DraftMemory:
@@ -57,7 +40,7 @@ class DraftMemory:
         max_len: int,
         device: torch.device,
     ) -> None:
-        layout = draft_layout(specs, num_blocks)
+        layout = scratch_layout(specs, num_blocks)
         self.kv = KVMemory(layout, device)
         self.kv.bind(backend, model)
         self.rows = Rows(layout.groups, max_rows, max_len, device)

@@ -26,8 +26,8 @@ ALONE = 1024  # tokens of a prompt that has a step for itself
 CONTEXT = 600  # tokens before them: enough to look for a prefix that they share
 
 
-def scratch_layout(specs: Sequence[KVSpec]) -> KVLayout:
-    """One block. Layers are grouped as they will be; which of them share memory does not matter here."""
+def scratch_layout(specs: Sequence[KVSpec], num_blocks: int = 1) -> KVLayout:
+    """No layers share memory: each has a slot of its own, so one block number serves a text in all groups."""
     members: dict[tuple[KVKind, int, int], list[str]] = {}
     for spec in specs:
         members.setdefault((spec.kind, spec.block_size, spec.window), []).append(spec.layer)
@@ -36,7 +36,7 @@ def scratch_layout(specs: Sequence[KVSpec]) -> KVLayout:
         for (kind, size, window), layers in members.items()
     )
     return KVLayout(
-        num_blocks=1,
+        num_blocks=num_blocks,
         page_bytes=max((spec.page_bytes for spec in specs), default=0),
         groups=groups,
         slots=tuple((spec.layer,) for spec in specs),
