@@ -57,9 +57,11 @@ wheel: | $(BIN)/python  ## dist/quire_llm-*.whl with CPU kernels, for x86 and AR
 	    $(BIN)/python -m pip wheel -q --no-deps -w dist . || exit 1; \
 	done; rm -rf build; ls -1 dist/quire_llm-*.whl
 
-test: lint types contract  ## all checks and all tests, files in random order
+# The type checker uses one processor for more than a minute, so tests run beside it.
+test: lint contract  ## all checks and all tests, files in random order
 	@echo 'Files of tests in random order; `make test SEED=$(SEED)` repeats it'
-	$(PYTEST) --file-order $(SEED) tests
+	$(BIN)/mypy & types=$$!; \
+	  $(PYTEST) --file-order $(SEED) tests; tests=$$?; wait $$types && exit $$tests
 
 # What a CPU's users meet, once per instruction set that this machine has (the best is what `test` runs) and once in torch.
 ISA_TESTS := $(addprefix tests/engine/test_,cpu_blocks.py cpu_same_bits.py cpu_same_text.py one_process.py panels.py packed_weights.py structured_outputs.py) tests/worker/test_real_model.py
@@ -69,8 +71,8 @@ isas: setup  ## engine tests once per instruction set of this machine, and witho
 	  echo "QUIRE_CPU_KERNELS=$$isa" && QUIRE_CPU_KERNELS=$$isa $(PYTEST) $(ISA_TESTS) || exit 1; done
 
 # The ordinary suite takes some of each kind.
-ranks: setup  ## tensor and pipeline parallelism of every declared architecture
-	$(PYTEST) --every-architecture tests/models/test_ranks.py tests/models/test_stages.py tests/engine/test_shards.py tests/engine/test_ranks_engine.py tests/engine/test_stages_engine.py
+ranks: setup  ## tensor, pipeline and expert parallelism of every declared architecture; Ray, if installed
+	$(PYTEST) --every-architecture tests/models/test_ranks.py tests/models/test_stages.py tests/models/test_expert_ranks.py tests/engine/test_ray.py tests/engine/test_shards.py tests/engine/test_ranks_engine.py tests/engine/test_stages_engine.py
 
 # Of the tensor side, the engine and the server, what sees most for its time: kernels against torch, one dense model and
 # one of each other kind against transformers, steps of a worker, an engine over tiny checkpoints, the API over a fake one.

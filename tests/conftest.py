@@ -35,6 +35,7 @@ import pytest
 from quire.base import env
 from quire.base.log import logger as set_up_logger
 from tests.left_behind import LeftBehind, private_containers
+from tests.warm_python import WarmPython
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with Ctrl-C ignored
 
@@ -82,12 +83,20 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _frozen_again() -> None:
-    """After a file that thaws everything."""
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+@pytest.fixture(scope="module")
+def frozen_afterwards() -> Iterator[None]:
+    """For a file that thaws everything. Not looked for after each: to count what is frozen is to visit it all."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """Runs programs that import torch, which it has imported."""
+    made = WarmPython()
+    yield made
+    made.close()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -128,16 +137,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"files ran in the order of --file-order {seed}")
 
 
-# What takes half a minute or more alone. These go first: a file is one process's, and the other would wait for it.
+# What takes some twenty seconds or more alone. These go first: a file is one process's, and another would wait for it.
 LONG_FILES = frozenset(
     f"tests/{name}.py"
     for name in """
     engine/test_every_architecture engine/test_same_as_transformers engine/test_structured_outputs
     engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
     engine/test_lora engine/test_lora_models engine/test_lora_many engine/test_lora_peft engine/test_quantized_formats
-    models/test_parity ops/test_cpu_tiles compat/test_programs server/test_hosting_doors server/test_hosting_life
-    server/test_lora_api server/test_examples server/test_recipes server/test_structured_api
-    plain/text/test_parse_tools plain/sched/test_fuzz plain/sched/test_fairness plain/grammar/test_compiler
+    engine/test_quantized_experts engine/test_hostile_files engine/test_engine_live engine/test_engines_live
+    engine/test_kv_cache_fp8 engine/test_hybrid_engine worker/test_dry_run models/test_parity ops/test_cpu_tiles
+    compat/test_programs server/test_hosting_doors server/test_hosting_life server/test_lora_api server/test_examples
+    server/test_recipes server/test_structured_api plain/text/test_parse_tools plain/sched/test_fuzz
+    plain/sched/test_fairness plain/grammar/test_compiler
     """.split()  # noqa: SIM905
 )
 

@@ -23,6 +23,7 @@ from quire.checkpoint.source import locate
 from quire.loader.files import find_weights, read_weights
 from quire.loader.gguf_file import open_gguf
 from quire.text.tokenizer import load_tokenizer
+from tests.gguf_tensors import tensors_of
 
 LAYERS, VOCAB = 3, 4096
 TEXT = Path(__file__).parents[1] / "benchmarks" / "cpu" / "quality.txt"
@@ -36,7 +37,7 @@ FACTS: dict[str, int] = {
 def _tensors() -> dict[str, tuple[np.ndarray, Kind]]:
     """name -> bytes of its rows (or numbers of a vector), and their type."""
     found = {}
-    for tensor in gguf.GGUFReader(locate(None).path).tensors:
+    for tensor in tensors_of(locate(None).path):
         if not tensor.name.startswith("blk.") or int(tensor.name.split(".")[1]) < LAYERS:
             rows = VOCAB if tensor.name == "token_embd.weight" else None
             found[tensor.name] = np.array(tensor.data[:rows]), tensor.tensor_type

@@ -551,7 +551,7 @@ def any_value(rng: random.Random, old: Any) -> Any:
             old + "x",
             old[::-1],
             "",
-            old * 1000,
+            old * (1000 if len(old) < 10_000 else 1),  # a second damage of one place must not fill the memory
             f"torch.{old}",
             "auto",
             "../../etc",
@@ -560,7 +560,8 @@ def any_value(rng: random.Random, old: Any) -> Any:
             "int8",
         ]
     if isinstance(old, list):
-        near += [old * 2, old[:1], old[::-1], [*old, None], old * 2000, [str(one) for one in old]]
+        many = 2000 if len(old) < 10_000 else 1
+        near += [old * 2, old[:1], old[::-1], [*old, None], old * many, [str(one) for one in old]]
     if isinstance(old, dict):
         near += [list(old), dict.fromkeys(old), dict.fromkeys(old, 0), dict.fromkeys(old, "x")]
     deep: Any = {}

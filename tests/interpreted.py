@@ -1,5 +1,6 @@
-"""Triton's interpreter, with two things put right: under numpy 2.4 and later an array of one element no longer turns
-into a number, and its casts to float8 drop the carry of a rounded mantissa (125 becomes 64)."""
+"""Triton's interpreter, with three things put right: under numpy 2.4 and later an array of one element no longer turns
+into a number, its casts to float8 drop the carry of a rounded mantissa (125 becomes 64), and from Triton 3.9 on a mask
+that was combined with a single comparison has whole numbers, which its loads and stores refuse."""
 
 import numpy as np
 import torch
@@ -27,3 +28,18 @@ def _convert_by_torch(data, source, target, rounding):
 
 interpreter._patch_lang_tensor = _patch_with_item
 interpreter._convert_float = _convert_by_torch
+
+
+_load, _store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
+
+
+def _of_bools(mask):
+    return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
+
+
+interpreter.InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *rest: _load(
+    self, ptrs, _of_bools(mask), *rest
+)
+interpreter.InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *rest: _store(
+    self, ptrs, value, _of_bools(mask), *rest
+)

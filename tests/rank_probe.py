@@ -17,3 +17,17 @@ def rank_of(worker: Any) -> int:
 
 def weight_bytes(worker: Any) -> int:
     return sum(parameter.nbytes for parameter in worker.get_model().parameters())
+
+
+def experts_of(worker: Any) -> list[int]:
+    """How many experts of each layer a worker has."""
+    return [
+        module.stored.shape.experts for name, module in worker.get_model().named_modules() if name.endswith("experts")
+    ]
+
+
+def ray_node_of(worker: Any) -> str:
+    """On which node of a Ray cluster a worker runs."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())

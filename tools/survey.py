@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 import pytest
 
 from quire.base import env, log
+from quire.base.lifeline import free_port
 from quire.base.unread import UNREAD
 from quire.cli.serve import make_parser, options_of
 from quire.config import AsyncEngineArgs, UsageContext
@@ -77,6 +78,7 @@ _BESIDE = {  # what a flag needs to mean something
     "ssl-cert-reqs": ("--ssl-certfile", "cert.pem", "--ssl-ca-certs", "cert.pem"),
     "tool-parser-plugin": ("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 }
+_OF_A_NODE = {"nnodes": "2", "node-rank": "1", "headless": ""}
 _VALUES: dict[str, tuple[str, ...]] = {  # where a value of the right type is not enough
     "model": ("{folder}",), "tokenizer": ("{folder}",), "hf-config-path": ("{folder}",),
     "chat-template": ("{{{{ 1 }}}}",), "served-model-name": ("mine",), "max-model-len": ("128",),
@@ -177,7 +179,37 @@ def start(words: list[str], folder: str) -> list[str]:
     return [line for line in messages if "Options that have no effect" in line]
 
 
+def two_nodes(folder: str) -> bool:
+    """Whether a server answers whose ranks are on two nodes, both of this machine; the flags of a node are tried so."""
+    http, port = (str(free_port("127.0.0.1")) for _ in range(2))
+    serve = [sys.executable, "-m", "quire.cli.main", "serve", folder, "--device", "cpu", "--load-format", "dummy"]
+    serve += ["-tp", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    variables = env.child_environment(
+        {"QUIRE_NODE_KEY": "of the survey's two nodes", "PYTHONPATH": str(PAGE.parents[2])}
+    )
+    nodes = [
+        subprocess.Popen([*serve, *more], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for more in (["--port", http], ["--headless", "--node-rank", "1"])
+    ]
+    try:
+        for _ in range(240):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{http}/health", timeout=5)
+            except OSError:
+                time.sleep(0.5)
+            else:
+                return True
+        return False
+    finally:
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
+            node.wait(60)
+
+
 def try_flag(name: str, declared: OptionField | None, folder: str) -> Found:
+    if name in _OF_A_NODE:
+        return Found(name, _OF_A_NODE[name], WORKS if two_nodes(folder) else FAILED)
     last = Found(name, "", FAILED, "no value could be made")
     for value in other_values(name, declared, folder):
         shown = " ".join(value).replace(folder, "FOLDER")

@@ -101,8 +101,9 @@ class Host:
         return gaps / self.events[0][0].elapsed_time(self.events[-1][1])
 
     def _set(self, thing: Any, name: str, new: Any) -> None:
+        own = vars(thing).get(name)  # what a step calls may be bound to the instance
         setattr(thing, name, new)
-        self._undo.append(lambda: delattr(thing, name))
+        self._undo.append(lambda: delattr(thing, name) if own is None else setattr(thing, name, own))
 
     def _time(self, thing: Any, name: str, label: str) -> None:
         plain = getattr(thing, name)
@@ -137,7 +138,7 @@ class Traces:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._loop.step
+        self._loop.step = self._step
         self._stop()
 
     def _turn(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.schema.errors import NotBuiltError
 
-_MEDIA = "image, audio and video input are not in this version of Quire"
+_MEDIA = "sample media and writing video are not in this version of Quire; give a PIL image, an array or a URL"
 _WEIGHTS = "sending weights to a running engine is not in this version of Quire"
 CLASSES = {
     "AudioAsset": _MEDIA,
@@ -22,13 +22,7 @@ CLASSES = {
     "WeightTransferUpdateRequest": _WEIGHTS,
 }
 FUNCTIONS = {
-    "convert_image_mode": _MEDIA,
-    "encode_audio_base64": _MEDIA,
-    "encode_image_base64": _MEDIA,
     "encode_video_base64": _MEDIA,
-    "fetch_audio": _MEDIA,
-    "fetch_image": _MEDIA,
-    "fetch_video": _MEDIA,
     "packed_nccl_broadcast_producer": _WEIGHTS,
     "trainer_init": _WEIGHTS,
 }

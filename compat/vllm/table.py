@@ -71,11 +71,12 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.lora.resolver", "quire.server.resolvers", "LoRAResolver LoRAResolverRegistry"),
     ("vllm.lora.request", "quire.schema.adapters", "LoRARequest"),
     ("vllm.multimodal", "vllm.interfaces", "ModalityData MultiModalDataDict MultiModalUUIDDict"),
-    ("vllm.multimodal.image", "vllm.refused", "convert_image_mode"),
+    ("vllm.multimodal.image", "quire.media.exchange", "convert_image_mode"),
     ("vllm.multimodal.inputs", "vllm.interfaces", "ModalityData MultiModalDataDict MultiModalUUIDDict"),
     ("vllm.multimodal.media", "vllm.refused", "MediaConnector"),
-    ("vllm.multimodal.utils", "vllm.refused", "encode_audio_base64 encode_image_base64 encode_video_base64"
+    ("vllm.multimodal.utils", "quire.media.exchange", "encode_audio_base64 encode_image_base64"
      " fetch_audio fetch_image fetch_video"),
+    ("vllm.multimodal.utils", "vllm.refused", "encode_video_base64"),
     ("vllm.plugins", "vllm.shims", "load_general_plugins"),
     ("vllm.renderers", "vllm.shims", "resolve_chat_template"),
     ("vllm.renderers.hf", "vllm.shims", "resolve_chat_template"),
@@ -212,7 +213,7 @@ OTHER: dict[str, str] = {
 # Documented names that Quire does not have, and why. A module name covers all below it.
 MISSING: dict[str, str] = {
     "vllm:initialize_ray_cluster": "Ray is not built yet",
-    "vllm.assets": "image, audio and video input are not built yet",
+    "vllm.assets": "these media are vLLM's own, which Quire does not fetch",
     "vllm.config:get_layers_from_vllm_config": "these are the insides of vLLM's models",
     "vllm.benchmarks": "these are the insides of vLLM's load generator; `vllm bench` starts Quire's",
     "vllm.distributed.device_communicators": "several devices are not built yet",
@@ -226,7 +227,7 @@ MISSING: dict[str, str] = {
     "vllm.forward_context": "KV connectors are not built yet",
     "vllm.lora": "these are the insides of vLLM's adapters, and Quire has its own",
     "vllm.model_executor": "these are vLLM's own models and loaders",
-    "vllm.multimodal": "image, audio and video input are not built yet",
+    "vllm.multimodal": "these are the insides of vLLM's media processing, and Quire has its own",
     "vllm.v1.metrics.ray_wrappers": "Ray is not built yet",
     "vllm.v1.core": "these are the insides of vLLM's scheduler",
     "vllm.v1.request": "these are the insides of vLLM's scheduler",

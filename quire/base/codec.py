@@ -7,6 +7,7 @@ a CodecError. Must not know: which messages exist, or what carries the frames.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ _INLINE, _BESIDE = 1, 2  # extension codes: bytes in place, or the number of a f
 _INLINE_LIMIT = 4096  # a smaller buffer is cheaper to copy than to send as a frame of its own
 _MAX_FRAMES = 4096
 MAX_BYTES = 1 << 31
+_reading = threading.Lock()  # of annotations
 
 
 class CodecError(ValueError):
@@ -49,6 +51,7 @@ class Codec(Generic[Message]):
     def __init__(self, kind: Any, *, max_bytes: int = MAX_BYTES) -> None:
         self._kind = kind
         self._max_bytes = max_bytes
+        self._is_known = False  # to msgspec
 
     def encode(self, message: Message) -> list[Frame]:
         frames: list[Frame] = [b""]
@@ -77,6 +80,8 @@ class Codec(Generic[Message]):
         if not frames:
             raise CodecError("an empty message has no frames to read")
         self._check(frames)
+        if not self._is_known:
+            self._make_known()
 
         def find(code: int, data: memoryview) -> Buffer:
             if code == _INLINE:
@@ -93,6 +98,13 @@ class Codec(Generic[Message]):
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as wrong:
             raise CodecError(f"{len(frames[0])} bytes are no message: {wrong}") from wrong
         return message
+
+    def _make_known(self) -> None:
+        """One thread at a time: msgspec reads the annotations of a struct when it is first decoded, and a second thread
+        that uses what the first has half read ends the process (msgspec 0.22)."""
+        with _reading:
+            msgspec.msgpack.Decoder(self._kind)
+            self._is_known = True
 
     def _check(self, frames: Sequence[Frame]) -> None:
         if len(frames) > _MAX_FRAMES:

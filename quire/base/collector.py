@@ -18,6 +18,7 @@ class _Pause:
 
     def __init__(self) -> None:
         self._count, self._was_on = 0, False
+        self.someone_freezes = False  # seen once: to count frozen objects is to visit them all, a million or more
         # Reentrant: a collection while it is held may run a finalizer that pauses collections itself.
         self._lock = threading.RLock()
 
@@ -34,7 +35,7 @@ class _Pause:
                 return
             self._count -= 1
             if self._count == 0 and self._was_on:
-                _age()
+                self.someone_freezes = self.someone_freezes or not _age()
                 gc.enable()
 
     def end_in_child(self) -> None:
@@ -60,9 +61,11 @@ def no_collections() -> Iterator[None]:
         _pause.end()
 
 
-def _age() -> None:
-    """Every object joins the oldest generation, unvisited: what is unfrozen goes there. Whoever uses frozen objects
-    for something else keeps them frozen."""
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
-        gc.unfreeze()
+def _age() -> bool:
+    """Every object joins the oldest generation, unvisited: what is unfrozen goes there. False: nothing was done, for
+    whoever uses frozen objects for something else keeps them frozen."""
+    if gc.get_freeze_count() > 0:
+        return False
+    gc.freeze()
+    gc.unfreeze()
+    return True

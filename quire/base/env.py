@@ -95,12 +95,28 @@ def text(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def settings() -> dict[str, str]:
+    """What is set of Quire's own variables, for a process of another host: no secrets, nothing of this host alone."""
+    local = {spelling for variable in (HOST_IP, PORT, CACHE_ROOT) for spelling in variable.spellings}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("QUIRE_", "VLLM_")) and name not in local and not is_secret(name, value)
+    }
+
+
+def adopt(variables: dict[str, str]) -> None:
+    """Set what is not set here yet; before any of them is read."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def child_environment(changes: dict[str, str]) -> dict[str, str]:
     """For a program that does what its user could do: this process's environment, changed."""
     return {**os.environ, **changes}
 
 
-def without_secrets(*, keep: str = "") -> dict[str, str]:
+def without_secrets(*, keep: str | tuple[str, ...] = "") -> dict[str, str]:
     """For engines, workers and API processes: everything but secrets, because plug-ins and users' own classes may read
     any variable. `keep`: names that begin so stay. PASS_ENV names others that shall stay."""
     passed = PASS_ENV.get()
@@ -144,6 +160,12 @@ def keep_on_this_host() -> None:
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
 
 
+def use_interface(name: str) -> None:
+    """Ranks of several hosts talk over this one; what a user has set stays."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)
+
+
 def _flag(text: str) -> bool:
     low = text.strip().lower()
     if low in ("1", "true", "yes", "on"):
@@ -161,6 +183,10 @@ def _seconds(text: str) -> float:
     if not 0 < float(text) < float("inf"):
         raise ValueError("write a number of seconds above 0")
     return float(text)
+
+
+def _seconds_or_never(text: str) -> float:
+    return 0.0 if float(text) == 0 else _seconds(text)
 
 
 def _above_zero(text: str) -> int:
@@ -276,6 +302,10 @@ DP_RANK = Variable("DP_RANK", 0, int, "Which of these this one is.")
 DP_RANK_LOCAL = Variable(
     "DP_RANK_LOCAL", None, _optional_int, "Which of those on this machine: decides its devices; unset is DP_RANK."
 )
+RANK = Variable("RANK", None, _optional_int, "Which of the launched programs this is (torchrun).", plain=True)
+WORLD_SIZE = Variable("WORLD_SIZE", None, _optional_int, "How many programs were launched (torchrun).", plain=True)
+LOCAL_RANK = Variable("LOCAL_RANK", None, _optional_int, "Which of those of this machine it is.", plain=True)
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", None, _optional_int, "How many of them this machine has.", plain=True)
 PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
 HOST_IP = Variable[str | None]("HOST_IP", None, str, "This host's address for others; unset asks the system.")
 API_KEY = Variable[str | None]("API_KEY", None, str, "Key of the server, where --api-key names none.")
@@ -299,10 +329,41 @@ RESPONSES_STORE_COUNT = Variable("RESPONSES_STORE_COUNT", 1024, _above_zero, "Mo
 RESPONSES_STORE_BYTES = Variable(
     "RESPONSES_STORE_BYTES", 256 << 20, _above_zero, "Most bytes of the answers that are kept, as JSON."
 )
+IMAGE_FETCH_TIMEOUT = Variable("IMAGE_FETCH_TIMEOUT", 5.0, _seconds, "Seconds that fetching an image may take.")
+VIDEO_FETCH_TIMEOUT = Variable("VIDEO_FETCH_TIMEOUT", 30.0, _seconds, "Seconds that fetching a video may take.")
+AUDIO_FETCH_TIMEOUT = Variable("AUDIO_FETCH_TIMEOUT", 10.0, _seconds, "Seconds that fetching audio may take.")
+MEDIA_URL_ALLOW_REDIRECTS = Variable(
+    "MEDIA_URL_ALLOW_REDIRECTS", False, _flag, "1: follow redirects of media URLs, each checked like the first."
+)
+MEDIA_LOADING_THREAD_COUNT = Variable(
+    "MEDIA_LOADING_THREAD_COUNT", 8, _above_zero, "Threads per process that fetch, decode and process media."
+)
+MEDIA_QUEUE = Variable("MEDIA_QUEUE", 256, _above_zero, "Media items that may wait for these threads; others get 503.")
+MAX_MEDIA_BYTES = Variable(
+    "MAX_MEDIA_BYTES", 64 << 20, _above_zero, "Most bytes of one media item, fetched or sent, before decoding."
+)
+MAX_IMAGE_PIXELS = Variable(
+    "MAX_IMAGE_PIXELS", 1 << 26, _above_zero, "Most pixels of an image or video frame, before and after resizing."
+)
+MAX_AUDIO_SECONDS = Variable("MAX_AUDIO_SECONDS", 3600, _above_zero, "Most seconds of one audio clip.")
+MAX_VIDEO_FRAMES = Variable(
+    "MAX_VIDEO_FRAMES", 36000, _above_zero, "Most frames that a video may have; fewer of them are used."
+)
 AUDIT = Variable("AUDIT", False, _flag, "1: check the block accounting at every step, not only when idle.")
 ENGINE_START_TIMEOUT_S = Variable(
     "ENGINE_START_TIMEOUT_S", 600, int, "Seconds an engine process may take to get ready."
 )
+WORKER_TIMEOUT_S = Variable(
+    "WORKER_TIMEOUT_S", 10.0, _seconds_or_never,
+    "Seconds without a sign of life after which a worker process is taken to hang, and its engine ends; 0: never.",
+)  # fmt: skip
+NODE_TIMEOUT_S = Variable(
+    "NODE_TIMEOUT_S", 1.5, _seconds, "Seconds of silence after which another machine of an engine is taken to be lost."
+)
+NODE_KEY = Variable[str | None](
+    "NODE_KEY", None, str,
+    "The same secret on all machines of an engine (nnodes), at least 16 characters; only who knows it may join.",
+)  # fmt: skip
 PYTHONHASHSEED = Variable(
     "PYTHONHASHSEED",
     "",

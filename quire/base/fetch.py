@@ -8,10 +8,13 @@ Must not know: what the file holds. Proxies of the environment are not used.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +40,9 @@ class FetchPolicy:
     timeout_s: float = 60.0  # for each wait, not for the whole
     allowed_hosts: tuple[str, ...] = ()  # may lie in a private network; others must be public
     max_redirects: int = 5
+    only_allowed: bool = False  # hosts that are not among them are refused, public or not
+    quiet: bool = False  # no progress bar
+    deadline_s: float | None = None  # for the whole exchange, redirects included, however slowly bytes arrive
 
 
 class ParsedUrl(NamedTuple):
@@ -98,6 +104,10 @@ def _public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 def resolve(target: ParsedUrl, policy: FetchPolicy) -> tuple[str, int]:
     """One address of the host, all of which were checked."""
+    if policy.only_allowed and target.host not in policy.allowed_hosts:
+        raise FetchError(
+            f"host {target.host!r} is not one of those allowed: {', '.join(policy.allowed_hosts) or 'none'}"
+        )
     try:
         resolved = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as wrong:
@@ -126,23 +136,43 @@ class _Pinned(http.client.HTTPConnection):
         super().__init__(target.host, target.port, timeout=policy.timeout_s)
         self._address = resolve(target, policy)
         self._tls = ssl.create_default_context() if target.tls else None
+        self._open: socket.socket | None = None  # `sock` is forgotten while an answer is still read from it
+        self._is_cut = False
 
     def connect(self) -> None:
-        self.sock = socket.create_connection(self._address, self.timeout)
+        self.sock = self._open = socket.create_connection(self._address, self.timeout)
+        self._check_cut()
         if self._tls is not None:
-            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+            secured = self._tls.wrap_socket(self.sock, server_hostname=self.host, do_handshake_on_connect=False)
+            self.sock = self._open = secured  # before the handshake, so that a deadline can end it
+            self._check_cut()
+            secured.do_handshake()
+
+    def cut(self) -> None:
+        """End what is being sent or received, from another thread: the socket's own shutdown, not that of TLS."""
+        self._is_cut = True  # first: a socket that is opened only now is looked at by who opens it
+        if self._open is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._open, socket.SHUT_RDWR)
+
+    def _check_cut(self) -> None:
+        if self._is_cut:
+            raise TimeoutError("the time was over before there was a connection")
 
 
 def download(url: str, into: IO[bytes], policy: FetchPolicy) -> int:
     """The file at a URL; the number of its bytes."""
     target = parse(url)
+    end = None if policy.deadline_s is None else time.monotonic() + policy.deadline_s
     for _ in range(policy.max_redirects + 1):
-        with _ask(target, "GET", policy) as answer:
+        with _ask(target, "GET", policy, end=end) as answer:
             if answer.status in _REDIRECTS:
                 target = _next(target, answer)
                 continue
             _check_status(target, "GET", answer)
             return _copy(target, answer, into, policy)
+    if not policy.max_redirects:
+        raise FetchError(f"the server redirects to {target}, and redirects are not followed")
     raise FetchError(f"more than {policy.max_redirects} redirects, the last to {target}")
 
 
@@ -162,25 +192,48 @@ def upload(url: str, file: IO[bytes], size: int, policy: FetchPolicy) -> None:
 
 @contextmanager
 def _ask(
-    target: ParsedUrl, method: str, policy: FetchPolicy, body: IO[bytes] | None = None, size: int = 0
+    target: ParsedUrl,
+    method: str,
+    policy: FetchPolicy,
+    body: IO[bytes] | None = None,
+    size: int = 0,
+    end: float | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
+    """`end`: the monotonic time at which the connection is cut."""
     connection = _Pinned(target, policy)
+    _check_deadline(target, policy, end)
+    timer = None if end is None else threading.Timer(max(0.0, end - time.monotonic()), connection.cut)
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
     headers = {"Accept-Encoding": "identity", "User-Agent": "quire"}
     if body is not None:
         headers |= {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
     try:
         connection.request(method, target.path, body, headers)
         yield connection.getresponse()
+        _check_deadline(target, policy, end)  # a cut connection may look like a complete answer
     except (OSError, http.client.HTTPException) as wrong:
+        _check_deadline(target, policy, end)
         raise FetchError(f"{method} {target}: {wrong or type(wrong).__name__}") from None
     finally:
+        if timer is not None:
+            timer.cancel()
         connection.close()
+
+
+def _check_deadline(target: ParsedUrl, policy: FetchPolicy, end: float | None) -> None:
+    if end is not None and time.monotonic() >= end:
+        raise FetchError(f"{target} took longer than the limit of {policy.deadline_s:g} s") from None
 
 
 def _next(target: ParsedUrl, answer: http.client.HTTPResponse) -> ParsedUrl:
     place = answer.getheader("location") or ""
     base = f"{target}{target.path}"
-    redirect = parse(urljoin(base, place))
+    try:
+        redirect = parse(urljoin(base, place))
+    except ValueError:
+        raise FetchError(f"{target} redirects to {place!r:.100}, which is not a URL") from None
     if target.tls and not redirect.tls:
         raise FetchError(f"{target} redirects to {redirect}, which is not encrypted")
     return redirect
@@ -192,15 +245,18 @@ def _check_status(target: ParsedUrl, method: str, answer: http.client.HTTPRespon
 
 
 def _copy(target: ParsedUrl, answer: http.client.HTTPResponse, into: IO[bytes], policy: FetchPolicy) -> int:
-    stated = answer.getheader("content-length")
-    if stated is not None and stated.isdigit() and int(stated) > policy.max_bytes:
-        raise FetchError(f"{target} offers {stated} bytes; the limit is {policy.max_bytes}")
-    total, size = 0, int(stated) if stated is not None and stated.isdigit() else None
-    with progress(log, f"Fetching from {target.host}", size) as advance:
-        while piece := answer.read(_PIECE):
+    stated = answer.getheader("content-length") or ""
+    size = int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else None
+    if size is not None and size > policy.max_bytes:
+        raise FetchError(f"{target} offers {size} bytes; the limit is {policy.max_bytes}")
+    total = 0
+    with progress(log, f"Fetching from {target.host}", size, shown=not policy.quiet) as advance:
+        while piece := answer.read1(_PIECE):
             total += len(piece)
             if total > policy.max_bytes:
                 raise FetchError(f"{target} sends more than the limit of {policy.max_bytes} bytes")
             into.write(piece)
             advance(len(piece))
+    if size is not None and total < size:
+        raise FetchError(f"{target} ended after {total} of {size} bytes")
     return total

@@ -53,7 +53,7 @@ class Child:
         litter: str | None = None,
         keep: tuple[int, ...] = (),
         early: str = "",
-        keep_env: str = "",
+        keep_env: str | tuple[str, ...] = "",
     ) -> None:
         """`target` ('module:function') is called in the child with `boot`, or with what `send_boot` sends later.
 

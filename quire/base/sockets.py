@@ -201,11 +201,13 @@ class Hub:
                     frames = self._seal.close(_to(name.encode()), frames)
                 outbox.send_multipart(frames, copy=len(frames) == 1)
 
-    def receive(self, notices: Sequence[int] = ()) -> tuple[bytes, list[Frame]]:
-        """The next message and its sender. `notices`: descriptors, of which one turns readable when a peer dies."""
+    def receive(self, notices: Sequence[int] = (), timeout: float | None = None) -> tuple[bytes, list[Frame]] | None:
+        """The next message and its sender, or None after `timeout` seconds. `notices`: descriptors, of which one turns
+        readable when a peer dies."""
         while True:
-            frames = self._inbox.receive(None, notices)
-            assert frames, "without a limit of time there is a message"
+            frames = self._inbox.receive(timeout, notices)
+            if frames is None:
+                return None
             sender = bytes(frames[0])
             if self._seal is None:
                 return sender, frames[1:]

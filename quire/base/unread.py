@@ -17,7 +17,7 @@ _ATTENTION = "Quire has one attention kernel for each kind of device"
 _EXPERTS = "Quire has kernels of its own for experts and quantized layers"
 _TRANSFER = "KV transfer between engines is not in this version"
 _ADAPTERS = "adapters run on the stream of the step that they belong to"
-_MEDIA = "this version takes text only"
+_MEDIA = "Quire has no media of its own to fetch"
 _ROCM = "AMD GPUs are not supported in this version"
 _TPU = "TPUs are not supported in this version"
 _PROCESSES = "processes are always started afresh (spawn) and their messages need no setting"
@@ -38,7 +38,7 @@ _REASONS: dict[str, str] = {
     _TRANSFER: "MOONCAKE_ABORT_REQUEST_TIMEOUT MOONCAKE_BOOTSTRAP_PORT NIXL_ABORT_REQUEST_TIMEOUT "
     "NIXL_SIDE_CHANNEL_HOST NIXL_SIDE_CHANNEL_PORT USE_SIMPLE_KV_OFFLOAD",
     _ADAPTERS: "LORA_ENABLE_DUAL_STREAM",
-    _MEDIA: "AUDIO_FETCH_TIMEOUT IMAGE_FETCH_TIMEOUT MEDIA_URL_ALLOW_REDIRECTS S3_BUCKET_URL VIDEO_FETCH_TIMEOUT",
+    _MEDIA: "S3_BUCKET_URL",
     _ROCM: "ROCM_SLEEP_MEM_CHUNK_SIZE ROCM_USE_AITER",
     _TPU: "XLA_CACHE_PATH XLA_USE_SPMD",
     _PROCESSES: "RINGBUFFER_WARNING_INTERVAL RPC_TIMEOUT WORKER_MULTIPROC_METHOD",

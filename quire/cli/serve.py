@@ -14,6 +14,7 @@ from quire.base.clock import Laps
 from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
 from quire.config.flags import add_flags
 from quire.config.server import ServerConfig, flats, server_config
+from quire.schema.errors import NotBuiltError
 
 if TYPE_CHECKING:
     from quire.engine.process_client import Begun
@@ -34,6 +35,8 @@ def serve(arguments: Sequence[str], program: str) -> int:
         args.model = args.model_tag
     options = options_of(args)
     laps.mark("options")
+    if options.headless:
+        return serve_node(args)
     begun: list[Begun] = []
     if not options.disable_frontend_multiprocessing:  # its imports take the longest, so they start now
         from quire.engine.process_client import begin_engine  # lazy
@@ -50,6 +53,23 @@ def serve(arguments: Sequence[str], program: str) -> int:
         for one in begun:
             one.end()
     return status
+
+
+def serve_node(args: argparse.Namespace) -> int:
+    """`--headless`: the workers of one machine of several. The engine is on the first."""
+    config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    parallel = config.parallel_config
+    if parallel.node_rank == 0:
+        raise NotBuiltError(
+            "headless is for the machines of nnodes after the first (node_rank 1 and above); engines of a "
+            "data-parallel deployment are not started so in this version",
+            param="headless",
+            value=True,
+        )
+    from quire.executor.nodes import run_node  # lazy
+
+    run_node(config)
+    return 0
 
 
 def first_rank(args: argparse.Namespace) -> int:

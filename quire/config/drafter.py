@@ -1,14 +1,16 @@
-"""A draft model's own configuration: the options of speculative_config, resolved as those of any model are.
+"""A drafter's own configuration: the options of speculative_config, resolved as those of any model are.
 
 In: what the user requested for the model, and the keys for its drafter. Out: options to resolve, and then the model's
-configuration with the drafter's in it. Must not know: how a drafter is built or computed.
+configuration with the drafter's in it. A checkpoint of the speculators library given as the model itself leads to the
+model that it drafts for. Must not know: how a drafter is built or computed.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.base.log import logger
-from quire.config.drafting import DrafterConfig
+from quire.checkpoint.drafter import DraftFormat, speculators
+from quire.config.drafting import HEAD_METHODS, DrafterConfig, SpeculativeConfig
 from quire.config.engine import replace
 from quire.config.memory import LoadConfig
 from quire.config.option import declarations, unknown
@@ -23,10 +25,34 @@ _PLACE = "speculative_config"
 _SHARED = ("dtype", "trust_remote_code", "hf_token", "download_dir", "model_impl", "seed")
 
 
+def follow_speculators(raw: Mapping[str, Any], config: "EngineConfig") -> "EngineConfig":
+    """For a checkpoint of the speculators library that was given as the model: the model it drafts for, and it as the
+    drafter."""
+    about, model = speculators(raw), config.model_config
+    assert about is not None
+    if about.verifier is None:
+        raise ConfigError(
+            f"{model.model!r} is a drafter, and its speculators_config does not say for which model; name the model, "
+            "and this as speculative_config.model",
+            param="model",
+        )
+    log.info("%s is a drafter (%s) for %s", model.model, about.method, about.verifier)
+    own = SpeculativeConfig(method=about.method, model=model.model, num_speculative_tokens=about.num_tokens)
+    changes: dict[str, Any] = {"model_config.model": about.verifier, "model_config.revision": None}
+    if config.speculative_config is None and config.spec_method is None and config.spec_model is None:
+        changes["speculative_config"] = own
+    return replace(config, **changes)
+
+
 def draft_options(requested: Mapping[str, Any], config: "EngineConfig") -> dict[str, Any]:
     """What a user would request to run the draft model by itself."""
     speculative = config.speculative_config
     assert speculative is not None
+    method = speculative.method or ""
+    heads: dict[str, Any] = {}
+    if method in HEAD_METHODS:  # which compute with the model's own states
+        heads = {"dtype": config.model_config.dtype, "hf_overrides": DraftFormat(method, config.model_config.hf_config)}
+        heads["model_impl"] = "quire"
     return {
         **{name: requested[name] for name in _SHARED if requested.get(name) is not None},
         **_load_options(speculative.draft_load_config or {}),
@@ -37,6 +63,7 @@ def draft_options(requested: Mapping[str, Any], config: "EngineConfig") -> dict[
         "device": config.device_config.device,
         "runner": "generate",
         "skip_tokenizer_init": True,
+        **heads,
     }
 
 
@@ -60,15 +87,30 @@ def _load_options(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(config: "EngineConfig", drafter: "EngineConfig") -> None:
     ours, theirs = config.model_config.facts, drafter.model_config.facts
+    speculative = config.speculative_config
+    assert speculative is not None
     if ours.vocab_size != theirs.vocab_size:
-        raise ConfigError(
-            f"{_PLACE}: the draft model has a vocabulary of {theirs.vocab_size} tokens, and the model one of "
-            f"{ours.vocab_size}; drafts are token ids, so both must be the same",
-            param=_PLACE,
+        raise _wrong(
+            f"the draft model has a vocabulary of {theirs.vocab_size} tokens, and the model one of "
+            f"{ours.vocab_size}; drafts are token ids, so both must be the same"
         )
+    if speculative.method in HEAD_METHODS:
+        width = drafter.model_config.hf_config.get("target_hidden_size") or theirs.hidden_size
+        if width != ours.hidden_size:
+            raise _wrong(f"the drafter reads hidden states of {width} numbers, and the model's have {ours.hidden_size}")
+        if config.model_config.model_impl == "transformers":
+            raise NotBuiltError(
+                f"{_PLACE}: method {speculative.method!r} reads hidden states of Quire's own declarations, not of "
+                "transformers' code",
+                param=_PLACE,
+            )
     if theirs.has_states:
         raise NotBuiltError(
             f"{_PLACE}: {drafter.model_config.architecture} has recurrent states, which cannot be rolled back to "
             "before wrong drafts",
             param=_PLACE,
         )
+
+
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"{_PLACE}: {what}", param=_PLACE)

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 
-METHODS = ("ngram", "suffix", "draft_model", "custom_class")
-# Documented methods that this version refuses by name; each may also be spelled as one of the model types after it.
-UNBUILT = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "dflash", "dspark",
-           "extract_hidden_states")  # fmt: skip
-MODEL_METHODS = ("draft_model",)  # those with a checkpoint of their own
+# Those that read hidden states of the model, from a checkpoint of their own.
+HEAD_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
+METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS, "mtp", "custom_class")
+# Documented methods that this version refuses by name.
+UNBUILT = ("ngram_gpu", "dflash", "dspark", "extract_hidden_states")
+MODEL_METHODS = ("draft_model", *HEAD_METHODS)  # those with a checkpoint of their own
 DRAFT_KEYS = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config")
 MOST_TOKENS = 128  # per row and step
 _SUFFIX_TOKENS = 32
@@ -46,15 +47,17 @@ class SpeculativeConfig(Group):
     """Drafting tokens and verifying them."""
 
     method: str | None = option(
-        None, "Where drafts come from; unset: draft_model if there is a model.", flat=False, choices=METHODS
-    )
+        None, "Where drafts come from; unset: as the model's configuration says, which is named by model.", flat=False,
+        choices=METHODS,
+    )  # fmt: skip
     model: str | None = option(
-        None, "Draft model (a folder, a .gguf file or a hub id), or the import path of a class for custom_class.",
+        None, "Drafter (a folder, a .gguf file or a hub id), or the import path of a class for custom_class.",
         flat=False,
     )  # fmt: skip
     num_speculative_tokens: int | None = option(
-        None, "Tokens drafted per row and step, at most.", flat=False, low=1, high=MOST_TOKENS
-    )
+        None, "Tokens drafted per row and step, at most. Unset: as many as the drafter's configuration says.",
+        flat=False, low=1, high=MOST_TOKENS,
+    )  # fmt: skip
     prompt_lookup_max: int | None = option(None, "Longest n-gram that is looked up.", flat=False, low=1)
     prompt_lookup_min: int | None = option(None, "Shortest n-gram that is looked up.", flat=False, low=1)
     disable_by_batch_size: int | None = option(
@@ -94,7 +97,12 @@ class SpeculativeConfig(Group):
     draft_load_config: dict[str, Any] | None = option(
         None, "How the draft model's weights are read, as a mapping of load options.", flat=False
     )
-    drafter: DrafterConfig | None = None  # a result: of methods with a draft model
+    drafter: DrafterConfig | None = None  # a result: of methods with a checkpoint of their own
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether there is something to load: also of multi-token prediction, whose weights are the model's."""
+        return self.drafter is not None or self.method == "mtp"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,9 +120,13 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     speculative = _with_shorthands(config)
     if speculative is None:
         return config
-    method = _method(speculative)
+    method, most = _method(speculative), speculative.num_speculative_tokens
     _check_model(config, method)
-    most = speculative.num_speculative_tokens
+    if method in (None, *HEAD_METHODS, "mtp"):
+        from quire.config.described import describe  # lazy
+
+        described = describe(method, speculative, config)
+        method, most = described.method, described.num_tokens
     if most is None:
         if method != "suffix":
             raise _wrong(f"method {method!r} needs num_speculative_tokens, at least 1")
@@ -138,13 +150,19 @@ def _with_shorthands(config: "EngineConfig") -> SpeculativeConfig | None:
     return SpeculativeConfig(**named)
 
 
-def _method(speculative: SpeculativeConfig) -> str:
+def _method(speculative: SpeculativeConfig) -> str | None:
+    """None: the drafter's configuration says."""
     method, model = speculative.method, speculative.model
     if method is None:
         if model is None:
             raise _wrong(f"it names neither a method nor a model; methods are {', '.join(METHODS)}")
-        method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
-    if method in UNBUILT or method.endswith("_mtp"):
+        if model not in ("ngram", "[ngram]"):
+            return None
+        method = "ngram"
+    if method.endswith("_mtp"):
+        log.warning("speculative_config: method %r is 'mtp', which goes by the model's own configuration", method)
+        method = "mtp"
+    if method in UNBUILT:
         raise NotBuiltError(
             f"{_PLACE}: method {method!r} is not available in this version of Quire; methods are {', '.join(METHODS)}",
             param=_PLACE,
@@ -158,7 +176,7 @@ def _method(speculative: SpeculativeConfig) -> str:
     if method in MODEL_METHODS:
         if not model:
             raise _wrong(f"method {method!r} needs model, a folder, a .gguf file or a hub id")
-    elif method != "custom_class" and model not in (None, "ngram", "[ngram]", method):
+    elif method not in ("custom_class", "mtp") and model not in (None, "ngram", "[ngram]", method):
         raise _wrong(f"method {method!r} has no draft model, and model is {model!r}")
     return method
 
@@ -184,7 +202,7 @@ def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:
     return {"prompt_lookup_min": low, "prompt_lookup_max": high}
 
 
-def _check_model(config: "EngineConfig", method: str) -> None:
+def _check_model(config: "EngineConfig", method: str | None) -> None:
     """NotBuiltError: this model, or an option, and drafts exclude each other."""
     model = config.model_config
     reasons = {
@@ -196,7 +214,8 @@ def _check_model(config: "EngineConfig", method: str) -> None:
     }
     for reason, applies in reasons.items():
         if applies:
-            raise NotBuiltError(f"{_PLACE} (method {method!r}): {reason}", param=_PLACE)
+            which = "" if method is None else f" (method {method!r})"
+            raise NotBuiltError(f"{_PLACE}{which}: {reason}", param=_PLACE)
 
 
 def _wrong(what: str) -> ConfigError:

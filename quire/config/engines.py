@@ -32,6 +32,8 @@ def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineC
         return _one_of_several_programs(config)
     if parallel.data_parallel_size == 1:
         return config
+    if parallel.distributed_executor_backend == "external_launcher":
+        return _one_of_those_launched(config)
     if rank is not None or parallel.data_parallel_external_lb:
         return _one_engine(config, rank, local)
     if parallel.data_parallel_hybrid_lb or parallel.data_parallel_start_rank is not None:
@@ -119,6 +121,12 @@ def _one_of_several_programs(config: EngineConfig) -> EngineConfig:
     log.info("Engine %d of %d (VLLM_DP_RANK, VLLM_DP_SIZE)", rank, size)
     changes = {_SIZE: size, "data_parallel_rank_local": place, "num_engines_here": size}
     return _settled(config, rank=rank, local=1, **changes)
+
+
+def _one_of_those_launched(config: EngineConfig) -> EngineConfig:
+    """Ranks of an engine follow each other; how many were launched is checked when they meet."""
+    size = config.parallel_config.data_parallel_size
+    return _settled(config, rank=(env.RANK.get() or 0) // config.parallel_config.world_size % size, local=1)
 
 
 def _settled(config: EngineConfig, *, rank: int, local: int, **changes: Any) -> EngineConfig:

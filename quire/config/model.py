@@ -108,9 +108,45 @@ class PoolerConfig(Group):
     )  # fmt: skip
 
 
+MODALITIES = ("image", "video", "audio")
+
+
+def item_limits(value: Any) -> Any:
+    """Known modalities only, each with a count from 0."""
+    if not isinstance(value, dict):
+        return value
+    for modality, limit in value.items():
+        if modality not in MODALITIES:
+            raise ConfigError(
+                f"limit_mm_per_prompt names {modality!r:.60}; modalities are {', '.join(MODALITIES)}",
+                param="limit_mm_per_prompt",
+            )
+        count = limit.get("count", 999) if isinstance(limit, dict) else limit
+        if isinstance(count, int) and count < 0:
+            raise ConfigError(f"limit_mm_per_prompt of {modality} is {count}; it cannot be less than 0")
+    return value
+
+
 @group
 class MultiModalConfig(Group):
-    """Images, audio and video."""
+    """Images, audio and video ([multimodal.md](../features/multimodal.md))."""
+
+    language_model_only: bool = option(False, "Refuse every kind of media.")
+    limit_per_prompt: Modality = option(
+        {}, "Most items per prompt by modality (image, video, audio): a number, or a mapping with count; 999 if unset.",
+        name="limit_mm_per_prompt", take=item_limits,
+    )  # fmt: skip
+    enable_mm_embeds: bool = option(False, "Accept media as embeddings, of trusted clients.")
+    media_io_kwargs: dict[str, dict[str, Any]] = option(
+        {}, "Decoding options by modality: image rgba_background_color; video num_frames (32; -1 is all) and fps."
+    )
+    mm_processor_kwargs: dict[str, Any] | None = option(
+        None, "Settings that override those of the model's media processor; a request's own come before them."
+    )
+    mm_processor_cache_gb: float = option(4.0, "GiB of processed media kept, per process; 0 keeps none.", low=0)
+    interleave_mm_strings: bool = option(
+        False, "Keep media where they stand between texts, in templates that take content as a string."
+    )
 
 
 @group
@@ -166,6 +202,13 @@ class ModelConfig(Group):
         "decodes them at load, unless quantization=gguf is set too).",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"), accepts=str, take=dtype_name,
     )  # fmt: skip
+    allowed_local_media_path: str = option(
+        "", "Folder below which file URLs of media may be read, by anyone who may send requests; unset is none."
+    )
+    allowed_media_domains: tuple[str, ...] | None = option(
+        None, "The only hosts from which media may be fetched, also in private networks; unset is every public one.",
+        accepts=tuple[str, ...] | None,
+    )  # fmt: skip
     seed: int = option(
         0, "Random seed, except for requests that have their own.", low=0,
         take=lambda value: 0 if value is None else value,
@@ -192,6 +235,9 @@ class ModelConfig(Group):
     )
     disable_sliding_window: bool = option(
         False, "Limit the context to the model's sliding window, and do not slide it."
+    )
+    enable_prompt_embeds: bool = option(
+        False, "Accept embeddings in place of a prompt; only from callers who are trusted with the model."
     )
     skip_tokenizer_init: bool = option(False, "No tokenizer: token ids in, token ids out.")
     served_model_name: str = option(
@@ -246,6 +292,17 @@ class ModelConfig(Group):
     @property
     def is_pooling(self) -> bool:
         return self.runner == "pooling"
+
+    @property
+    def takes_media(self) -> bool:
+        """Requests may bring vectors beside their tokens, or what an encoder makes vectors of."""
+        return not self.is_pooling and (self.enable_prompt_embeds or self.takes_encoder)
+
+    @property
+    def takes_encoder(self) -> bool:
+        """The model's encoder is loaded: it has one, and is not used as a language model only."""
+        options = self.multimodal_config
+        return bool(self.facts.modalities) and not (options is not None and options.language_model_only)
 
     @property
     def is_encoder_decoder(self) -> bool:

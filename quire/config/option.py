@@ -314,7 +314,7 @@ def has_no_effect(value: Any, o: Option) -> bool:
 
 def refuse(name: str, value: Any, o: Option) -> None:
     """NotBuiltError if this value requires a feature that this version does not have."""
-    if o.status is not LATER or same(value, o.unset) or same(value, o.default):
+    if same(value, o.unset) or same(value, o.default) or (o.status is not LATER and not o.paths):
         return
     if any(same(value, allowed) for allowed in (*o.ready, *o.hints)):
         return
@@ -322,6 +322,8 @@ def refuse(name: str, value: Any, o: Option) -> None:
         return
     if o.choices and isinstance(value, str) and value not in o.choices:
         raise ConfigError(unknown(f"{name} can be {', '.join(o.choices)}; not", value, o.choices), param=name)
+    if o.status is not LATER:
+        return
     known = (o.unset, *o.ready) if isinstance(o.default, type) else (o.unset, o.default, *o.ready)
     allowed = f"leave {name} at {' or '.join(dict.fromkeys(map(repr, known)))}"
     advice = allowed if not o.why else o.why if o.ready else f"{o.why}; {allowed}"

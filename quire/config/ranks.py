@@ -7,35 +7,38 @@ when they are built.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 from quire.base.log import logger
 from quire.config.engine import EngineConfig, replace
-from quire.config.option import Group
 from quire.config.running import ParallelConfig
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 
 log = logger(__name__)
 MOST_RANKS = 1024  # more is a typing error: a process is started for each
 
 
 def check_ranks(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
-    """One machine, one worker process per rank."""
+    """A worker process per rank, on one machine or several."""
     parallel = config.parallel_config
+    _check_nodes(parallel)
+    if parallel.distributed_executor_backend == "external_launcher":
+        _check_launched(config)
     size, backend = parallel.world_size, parallel.distributed_executor_backend
+    if parallel.enable_expert_parallel:
+        _check_experts(config)
+    if backend == "ray" and importlib.util.find_spec("ray") is None:
+        if size > 1:
+            raise MissingExtraError("distributed_executor_backend='ray'", "ray", "ray")
+        log.info("distributed_executor_backend='ray' has no effect: Ray is not installed, and there is one worker")
+        return replace(config, **{"parallel_config.distributed_executor_backend": None})
     if size == 1:
         return config
     sizes = _sizes(parallel)
     if size > MOST_RANKS:
         raise ConfigError(f"{sizes}: at most {MOST_RANKS} ranks are started", param="tensor_parallel_size", value=size)
-    if _wants_ray(requested):
-        raise NotBuiltError(
-            f"distributed_executor_backend='ray' with {sizes}: this version starts its workers itself, on one machine "
-            "(mp)",
-            param="distributed_executor_backend",
-            value="ray",
-        )
     if backend == "uni":
         raise ConfigError(
             f"distributed_executor_backend='uni' is one worker, and there are {size} ({sizes}): choose mp, or leave it "
@@ -56,6 +59,70 @@ def _sizes(parallel: ParallelConfig) -> str:
     return " and ".join(f"{name}_parallel_size {size}" for name, size in sizes.items() if size > 1)
 
 
+def _check_nodes(parallel: ParallelConfig) -> None:
+    nodes, size = parallel.nnodes, parallel.world_size
+    if parallel.node_rank >= nodes:
+        raise ConfigError(
+            f"node_rank is {parallel.node_rank}; it must be below nnodes={nodes}",
+            param="node_rank",
+            value=parallel.node_rank,
+        )
+    if nodes == 1:
+        return
+    launched = parallel.distributed_executor_backend == "external_launcher"
+    if parallel.data_parallel_size > 1 and not launched:
+        raise NotBuiltError(
+            f"nnodes={nodes} with data_parallel_size={parallel.data_parallel_size}: the engines of a data-parallel "
+            "deployment are on one machine each; start a server on each machine, with data_parallel_hybrid_lb or "
+            "data_parallel_rank and a load balancer in front",
+            param="nnodes",
+            value=nodes,
+        )
+    if size % nodes:
+        raise ConfigError(
+            f"{size} ranks ({_sizes(parallel) or 'tensor_parallel_size 1'}) cannot be shared out among nnodes={nodes}",
+            param="nnodes",
+            value=nodes,
+        )
+    if parallel.distributed_executor_backend not in (None, "mp", "external_launcher"):
+        raise ConfigError(
+            f"nnodes={nodes} needs distributed_executor_backend='mp', not {parallel.distributed_executor_backend!r}",
+            param="distributed_executor_backend",
+            value=parallel.distributed_executor_backend,
+        )
+
+
+def _check_experts(config: EngineConfig) -> None:
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size == 1:
+        log.info("enable_expert_parallel has no effect: with tensor_parallel_size 1 every engine has all experts")
+    elif config.enable_lora:
+        raise NotBuiltError(
+            "enable_expert_parallel: adapters are not divided as whole experts are; leave out one of the two",
+            param="enable_expert_parallel",
+            value=True,
+        )
+    elif parallel.data_parallel_size > 1:
+        log.warning("enable_expert_parallel divides experts among the ranks of each engine, not among engines")
+
+
+def _check_launched(config: EngineConfig) -> None:
+    """The ranks' own engines must plan the same steps, whatever their clocks say."""
+    reason = ""
+    if config.parallel_config.pipeline_parallel_size > 1:
+        reason = "pipeline stages are not launched from outside, only the ranks of tensor_parallel_size"
+    elif config.enable_lora:
+        reason = "adapters are read in the background, and the ranks would not agree when one is there"
+    elif config.scheduler_config.inter_token_latency_goal_ms:
+        reason = "inter_token_latency_goal_ms goes by a clock, and each rank has its own"
+    if reason:
+        raise NotBuiltError(
+            f"distributed_executor_backend='external_launcher': {reason}",
+            param="distributed_executor_backend",
+            value="external_launcher",
+        )
+
+
 def _check_stages(config: EngineConfig) -> None:
     """Of models, load_model refuses more: encoder-decoders, and transformers' own code."""
     stages = config.parallel_config.pipeline_parallel_size
@@ -66,12 +133,3 @@ def _check_stages(config: EngineConfig) -> None:
         reason = "pooling models are not cut into pipeline stages; tensor_parallel_size is there for them"
     if reason:
         raise NotBuiltError(f"pipeline_parallel_size={stages}: {reason}", param="pipeline_parallel_size", value=stages)
-
-
-def _wants_ray(requested: Mapping[str, Any]) -> bool:
-    """The hint itself was dropped before this step, as of no effect on one worker."""
-    nested = requested.get("parallel_config")
-    named = requested.get("distributed_executor_backend")
-    if isinstance(nested, Group):
-        named = named or vars(nested).get("distributed_executor_backend")
-    return named == "ray"

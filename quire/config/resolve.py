@@ -116,6 +116,8 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     else:
         raw = read_elsewhere(model.hf_config_path, model.revision, files.download_dir, model.hf_token)
     raw = apply_overrides(raw, requested.get("hf_overrides"))
+    if "speculators_config" in raw and "transformer_layer_config" in raw:
+        return _read_verifier(requested, config, raw)
     facts = read_facts(raw)
     if not facts.architectures:
         raise CheckpointError(f"the configuration of {model.model!r} names no architecture")
@@ -127,6 +129,17 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     classes = registered(model.model_class_overrides)
     ours = {name: classes[name] for name in facts.architectures if name in classes}
     return replace(config, model_config=replace(model, hf_config=raw, facts=facts, model_class_overrides=ours))
+
+
+def _read_verifier(requested: Requested, config: EngineConfig, raw: dict[str, Any]) -> EngineConfig:
+    """A drafter that names the model it drafts for: that model is read, and the drafter drafts."""
+    from quire.config.drafter import follow_speculators  # lazy
+
+    model = follow_speculators(raw, config)
+    named = {**requested, "model": model.model_config.model}
+    if requested.get("tokenizer") is None:
+        model = replace(model, **{"model_config.tokenizer": ""})
+    return read_model(named, find_tokenizer(named, find_model(named, model)))
 
 
 def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:

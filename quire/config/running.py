@@ -6,7 +6,7 @@ Declarations only (see option.py); values are resolved in resolve.py.
 from typing import ClassVar, Literal
 
 from quire.config.local import name_of
-from quire.config.option import LATER, Group, group, option, unavailable
+from quire.config.option import Group, group, option, unavailable
 
 
 @group
@@ -48,6 +48,7 @@ class SchedulerConfig(Group):
     enable_chunked_prefill: bool = option(
         True, "Split a prompt over several steps; unset is on if the model allows it.", unset=None
     )
+    disable_chunked_mm_input: bool = option(False, "Never split a media item over two steps.")
     policy: Literal["fcfs", "priority"] = option(
         "fcfs", "First come first served, or by priority (lower first).", name="scheduling_policy"
     )
@@ -125,14 +126,29 @@ class ParallelConfig(Group):
         "one that was sent the longest part of its prompt before (unless it is loaded well above the mean), or each "
         "in turn.",
     )  # fmt: skip
+    enable_expert_parallel: bool = option(
+        False, "Each of the tensor_parallel_size ranks has whole experts of a mixture instead of a part of every one.",
+        flags=("-ep",),
+    )  # fmt: skip
+    expert_placement_strategy: Literal["linear", "round_robin"] = option(
+        "linear", "Which experts a rank has then: neighbours, or each in turn."
+    )
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)
     distributed_executor_backend: str | None = option(
-        None, "How workers are started: uni in the engine's process, mp in processes of their own, or the import path "
-        "of an Executor class; unset is uni for one worker, mp for several.", LATER,
-        choices=("uni", "mp", "ray", "external_launcher"), ready=("uni", "mp"), paths=True, hints=("ray",),
-        why="this version starts workers itself, on one machine: mp", accepts=str | None,
+        None, "How workers are started: uni in the engine's process, mp in processes of their own, ray as actors of a "
+        "Ray cluster, external_launcher by torchrun, or the import path of an Executor class; unset is uni for one "
+        "worker, mp for several.", choices=("uni", "mp", "ray", "external_launcher"), paths=True, accepts=str | None,
         take=lambda value: value if value is None else name_of(value),
     )  # fmt: skip
+    nnodes: int = option(
+        1, "Machines that share the ranks of the engine, each an equal number of them in order.", low=1, flags=("-n",)
+    )
+    node_rank: int = option(
+        0, "Which of the machines this is. The first has the engine; the others run `quire serve --headless`.", low=0,
+        flags=("-r",),
+    )  # fmt: skip
+    master_addr: str = option("127.0.0.1", "Name or IPv4 address of the first machine, on which it listens for others.")
+    master_port: int = option(29501, "Port on which it does.", low=1, high=65535)
     worker_extension_cls: str = option("", "Import path of a class whose methods are added to the worker.")
     assigned_physical_gpu_ids: str | tuple[int, ...] | None = unavailable(accepts=str | None)
     # results
@@ -154,6 +170,11 @@ class ParallelConfig(Group):
     def world_size(self) -> int:
         """Number of workers of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Of these, how many this machine has."""
+        return self.world_size // self.nnodes
 
     @property
     def world_size_across_dp(self) -> int:

@@ -65,6 +65,10 @@ class ServerConfig(Group):
     )
     disable_frontend_multiprocessing: bool = option(False, "Run the engine in the server's process.")
 
+    headless: bool = option(
+        False, "No HTTP: run the workers of this machine for an engine on another one (nnodes, node_rank, master_addr)."
+    )
+
     # ---- TLS
     ssl_keyfile: str | None = option(None, "Private key (PEM).")
     ssl_certfile: str | None = option(None, "Certificate and its chain (PEM); turns HTTPS on.")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from quire.base.log import logger
 from quire.engine.pulse import Pulse
-from quire.schema.errors import EngineDeadError, rebuild_error
+from quire.schema.errors import ConfigError, EngineDeadError, rebuild_error
 from quire.schema.messages import (
     Abort,
     ControlCall,
@@ -196,6 +196,13 @@ class InProcessClient:
         return Outputs(outputs=outputs, stats=loop.take_stats())
 
     def stream(self, sink: Sink) -> None:
+        if self._config.parallel_config.distributed_executor_backend == "external_launcher":
+            raise ConfigError(
+                "distributed_executor_backend='external_launcher' is for LLM and LLMEngine: what is streamed depends "
+                "on when requests come, and the ranks would not agree",
+                param="distributed_executor_backend",
+                value="external_launcher",
+            )
         self._thread = threading.Thread(target=self._turn, args=(self.loop, sink), name="engine loop", daemon=True)
         self._thread.start()
 

@@ -32,6 +32,8 @@ def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
         return start_several(config)
     setting = env.ENABLE_V1_MULTIPROCESSING.get()
     own_process = own_process if setting is None else setting
+    if config.parallel_config.distributed_executor_backend == "external_launcher":
+        return InProcessClient(config)
     if setting is False:
         # Documented for reproducible runs: requested explicitly, an engine in this process seeds this process too.
         log.info("Seeding Python's random with %d, because the engine runs in this process", config.model_config.seed)

@@ -125,6 +125,12 @@ def _stats(loop: EngineLoop) -> dict[str, Any]:
     return stats
 
 
+def _reset_media(loop: EngineLoop) -> None:
+    encoder = loop.scheduler.planner.encoder
+    if encoder is not None:
+        encoder.clear()
+
+
 def _refuse(feature: str) -> Callable[..., Any]:
     def refuse(loop: EngineLoop, *args: Any, **kwargs: Any) -> Any:
         raise NotBuiltError(f"{feature} is not in this version of Quire")
@@ -156,7 +162,7 @@ VERBS: dict[str, Verb] = {
     "is_paused": Verb(VerbScope.ENGINE, lambda loop: loop.paused, "Whether new requests are deferred.", any),
     "check_health": Verb(VerbScope.ENGINE, lambda loop: None, "Answers if the loop turns."),
     "stats": Verb(VerbScope.ENGINE, _stats, "The last step's numbers.", list),
-    "reset_mm_cache": Verb(VerbScope.ENGINE, lambda loop: None, "Forget cached media; there are none without media."),
+    "reset_mm_cache": Verb(VerbScope.ENGINE, _reset_media, "Forget the vectors of media that nobody uses."),
     "is_sleeping": Verb(VerbScope.ENGINE, lambda loop: False, "Whether memory was given back.", any),
     "collective_rpc": Verb(VerbScope.WORKERS, _collective_rpc, "A method of every worker.", joined),
     "apply_model": Verb(VerbScope.WORKERS, _apply_model, "A function of every worker's model.", joined),

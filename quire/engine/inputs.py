@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from quire.base import registry
 from quire.engine.adapters import NOT_ENABLED, absolute, lora_request_of
 from quire.schema.adapters import LoRARequest
 from quire.schema.errors import InputError, NotBuiltError, some
+from quire.schema.media import MediaItem
 from quire.schema.messages import EngineReady, EngineRequest
 from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams, sampling_of
 from quire.schema.prompt import Prompt
@@ -28,6 +30,7 @@ from quire.schema.prompt import Prompt
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.pooling import PoolingInputs
+    from quire.media.inputs import LoadedItem, MediaInputs
     from quire.schema.grammar import GrammarSpec
     from quire.text.parse.choose import ParserChoice
     from quire.text.tokenizer import Tokenizer
@@ -82,6 +85,7 @@ class InputProcessor:
         self._by_priority = config.scheduler_config.policy == "priority"
         self._has_adapters = config.lora_config is not None
         self._is_pooling = config.model_config.is_pooling
+        self._has_prefix_cache = bool(config.cache_config.enable_prefix_caching)
         self._ranks = config.parallel_config.engine_ranks
         self._mark = (
             f"@{ready.client}" if ready.client else ""
@@ -89,6 +93,7 @@ class InputProcessor:
         self._random = random.Random(config.model_config.seed + (ready.client << 64))
         self._drawing = threading.Lock()
         self._serials = itertools.count()
+        self._media: MediaInputs | None = None
         self._siblings: tuple[ResolvedParams, ResolvedParams] | None = None  # params seen last, and their siblings'
         self._processors = _processors(config.model_config.logits_processors)
         self.use_tokenizer(tokenizer)
@@ -118,13 +123,27 @@ class InputProcessor:
         if not isinstance(request_id, str) or not _is_text(request_id):
             raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
         prompt = source if isinstance(source, Prompt) else Prompt.of(source)
-        _refuse_unbuilt(prompt, options)
         self._check_options(options)
         if isinstance(params, PoolingParams):
+            if prompt.embeds is not None or prompt.has_media:
+                raise NotBuiltError(
+                    "media and embeddings of a pooled request are not in this version of Quire",
+                    param="multi_modal_data" if prompt.has_media else "prompt_embeds",
+                )
             return self._process_pooled(request_id, prompt, params, options)
         if not isinstance(params, ResolvedParams):
             params = self.resolve(params, any_logprobs=options.any_logprobs)
-        token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
+        media: tuple[MediaItem, ...] = ()
+        has_media = prompt.media is not None or prompt.media_uuids is not None
+        if has_media and not has_items(prompt):
+            prompt, media = self._place_media(prompt, params, options.tokenization_kwargs or {})
+        if prompt.embeds is None:
+            token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
+            if has_media and has_items(prompt):
+                media = self._items(prompt, token_ids)
+        else:
+            media = self._embeds(prompt, params, options.tokenization_kwargs or {})
+            token_ids = (0,) * sum(item.length for item in media)
         if not token_ids:
             raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
         check_context(self.max_model_len, len(token_ids), params.min_tokens, name="min_tokens")
@@ -156,6 +175,7 @@ class InputProcessor:
                 lora_name=lora_name,
                 lora_path=lora_path,
                 parent_id=None if params.n == 1 else request_id,
+                media=media,
                 trace_headers=headers,
                 continues=options.continues,
                 thinking=options.thinking,
@@ -222,6 +242,66 @@ class InputProcessor:
 
         return PoolingInputs(self._model, self.vocab_size, self.max_model_len, lambda: self.tokenizer)
 
+    @property
+    def media(self) -> MediaInputs:
+        """For prompts with media; an InputError where the model takes none. Not for event loops: it reads files."""
+        if not self.takes_media:
+            raise NotBuiltError(
+                "this model takes text only: it has no encoder for multi_modal_data", param="multi_modal_data"
+            )
+        with self._drawing:  # threads may want it at once, and there is one cache
+            if self._media is None:
+                from quire.media.inputs import MediaInputs  # lazy
+
+                self._media = MediaInputs.of(
+                    self._model, has_prefix_cache=self._has_prefix_cache, max_vectors=self.max_model_len
+                )
+            return self._media
+
+    def forget_media(self) -> None:
+        """Processed media are processed again; what a uuid names must be sent again."""
+        if self._media is not None:
+            self._media.clear()
+
+    def close(self) -> None:
+        if self._media is not None:
+            self._media.close()
+
+    @property
+    def takes_media(self) -> bool:
+        return bool(self._model.facts.modalities) and not self._is_pooling
+
+    def begin_media(self, prompt: Prompt) -> dict[str, list[Future[LoadedItem]]]:
+        """Fetch, decode and process the items of a prompt in other threads."""
+        return self.media.load(
+            prompt.media, prompt.media_uuids, prompt.media_options, prompt.media_io_options, prompt.cache_salt
+        )
+
+    def _place_media(
+        self, prompt: Prompt, params: ResolvedParams, kwargs: Mapping[str, Any]
+    ) -> tuple[Prompt, tuple[MediaItem, ...]]:
+        """The prompt as ids, with room for its items."""
+        if prompt.embeds is not None:
+            raise InputError("a prompt has embeddings in place of tokens, and media besides", param="prompt_embeds")
+        media, tokenizer = self.media, self.tokenizer
+        if tokenizer is None:
+            raise InputError("media need a tokenizer, and the engine has none (skip_tokenizer_init)", param="prompt")
+        loaded = media.known(prompt.loaded_media or prompt.media)
+        if loaded is None:
+            loaded = media.loaded(self.begin_media(prompt))
+        if prompt.token_ids is None:
+            self.check_length(prompt.text or "")
+        special = bool(kwargs.get("add_special_tokens", True))
+        placed = media.place(prompt.text, prompt.token_ids, loaded, tokenizer, add_special_tokens=special)
+        keep = self._keep(params, kwargs)
+        if keep is not None and keep < len(placed.token_ids):
+            raise InputError(
+                f"the prompt has {len(placed.token_ids)} tokens with its media and would be cut to {keep}: a prompt "
+                "with media cannot be truncated",
+                param="truncate_prompt_tokens",
+            )
+        return msgspec.structs.replace(prompt, token_ids=placed.token_ids), placed.items
+
     def _sibling_params(self, params: ResolvedParams) -> ResolvedParams:
         """Of all answers to a prompt but the first, which brings the prompt's log probabilities for all of them. The
         same object for prompts with the same parameters, so that it is sent once (together.py)."""
@@ -283,6 +363,44 @@ class InputProcessor:
         if keep is None:
             return token_ids
         return token_ids[:keep] if kwargs.get("truncation_side") == "right" else token_ids[-keep:]
+
+    def _items(self, prompt: Prompt, token_ids: tuple[int, ...]) -> tuple[MediaItem, ...]:
+        """Media that were processed already: items, beside the token ids that they stand in."""
+        if token_ids is not prompt.token_ids:
+            raise InputError("a prompt with media cannot be truncated", param="truncate_prompt_tokens")
+        known = self._model.facts.modalities
+        for item in prompt.media:
+            if item.modality not in known:
+                raise InputError(
+                    f"a prompt has {item.modality}; this model takes {', '.join(known) or 'text only'}",
+                    param="multi_modal_data",
+                )
+        items: tuple[MediaItem, ...] = prompt.media
+        return items
+
+    def _embeds(self, prompt: Prompt, params: ResolvedParams, kwargs: Mapping[str, Any]) -> tuple[MediaItem, ...]:
+        """A prompt of vectors instead of tokens."""
+        from quire.engine.embeds import NOT_ENABLED, decode_embeds, media_of  # lazy
+
+        if not self._model.enable_prompt_embeds or self._is_pooling:
+            raise InputError(NOT_ENABLED, param="prompt_embeds")
+        if prompt.text is not None or prompt.token_ids is not None:
+            raise InputError("a prompt is embeddings, or text or token ids; it has both", param="prompt_embeds")
+        if params.prompt_logprobs is not None:
+            raise InputError(
+                "prompt_logprobs: a prompt of embeddings has no tokens to tell the log probabilities of",
+                param="prompt_logprobs",
+            )
+        if params.repetition_penalty != 1.0:
+            raise InputError(
+                f"repetition_penalty is {params.repetition_penalty}: a prompt of embeddings has no tokens to penalize",
+                param="repetition_penalty",
+            )
+        keep, width, embeds = self._keep(params, kwargs), self._model.facts.hidden_size, prompt.embeds
+        if isinstance(embeds, str):
+            embeds = decode_embeds(embeds, width=width, most=self.max_model_len)
+        items: tuple[MediaItem, ...] = media_of(embeds, width=width, most=self.max_model_len, keep=keep)
+        return items
 
     def check_length(self, text: str, *, is_cut: bool = False, param: str = "prompt") -> None:
         """A text that is too long whatever its tokens are is refused before it is tokenized. `is_cut`: so is one of
@@ -501,16 +619,10 @@ def default_params(config: EngineConfig) -> SamplingParams:
     return SamplingParams(**config.model_config.default_sampling)
 
 
-def _refuse_unbuilt(prompt: Prompt, options: Options) -> None:
-    unbuilt: dict[str, Any] = {
-        "prompt_embeds": prompt.embeds,
-        "multi_modal_data": prompt.media,
-        "multi_modal_uuids": prompt.media_uuids,
-        "mm_processor_kwargs": prompt.media_options,
-    }
-    for name, value in unbuilt.items():
-        if value is not None:
-            raise NotBuiltError(f"{name} is not in this version of Quire", param=name)
+def has_items(prompt: Prompt) -> bool:
+    """Its media were processed elsewhere."""
+    media = prompt.media
+    return isinstance(media, tuple) and bool(media) and all(isinstance(item, MediaItem) for item in media)
 
 
 def _processors(names: Sequence[str]) -> list[Any]:

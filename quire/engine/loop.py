@@ -20,7 +20,7 @@ from quire.engine.adapters import NOT_ENABLED, EngineAdapters
 from quire.engine.charge import Charge
 from quire.engine.control import Later, answer, run_verb
 from quire.engine.pulse import Pulse
-from quire.executor.base import Executor, PendingResult, WatchedExecutor
+from quire.executor.base import Executor, PendingResult, StepwiseExecutor, WatchedExecutor
 from quire.sched.gates import Hold
 from quire.schema.errors import EngineDeadError, InputError, OverloadedError, QuireError, kind_of
 from quire.schema.messages import (
@@ -36,7 +36,7 @@ from quire.schema.messages import (
     ToEngine,
 )
 from quire.schema.params import sampling_of
-from quire.schema.stats import CacheStats, StepStats
+from quire.schema.stats import StepStats
 from quire.schema.step import Mask, StepPlan
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class EngineLoop:
         self.charge: Charge | None = None  # for collect_detailed_traces
         self._plan_seconds = 0.0
         self._stalled = 0
+        self._is_in_step = isinstance(executor, StepwiseExecutor)  # nothing may depend on time
 
     @property
     def busy(self) -> bool:
@@ -179,6 +180,8 @@ class EngineLoop:
         began = now()
         if self._constrained:
             self._take_compiled()
+            while self._is_in_step and self.masks is not None and self.masks.compiling:
+                self._take_compiled()  # other ranks cannot know how far this one is
         if self.adapters is not None and self.adapters.is_busy:
             self._take_adapters(self.adapters)
         plan = self.scheduler.plan()
@@ -275,7 +278,8 @@ class EngineLoop:
         assert self.masks is not None
         if not self.masks.compiling:
             return
-        if not self._flying and not self._news and self.scheduler.num_running == 0:
+        idle = not self._flying and not self._news and self.scheduler.num_running == 0
+        if idle or self._is_in_step:
             self.masks.wait(_COMPILE_WAIT)  # rather than turn in vain
             self._stalled = 0
         for request_id, refused in self.masks.poll():
@@ -457,7 +461,8 @@ def _add(before: StepStats, after: StepStats) -> StepStats:
         generated_tokens=before.generated_tokens + after.generated_tokens,
         preempted=before.preempted + after.preempted,
         kv_usage=after.kv_usage,
-        cache=CacheStats(queries=before.cache.queries + after.cache.queries, hits=before.cache.hits + after.cache.hits),
+        cache=before.cache + after.cache,
+        media=before.media + after.media,
         plan_seconds=before.plan_seconds + after.plan_seconds,
         forward_seconds=before.forward_seconds + after.forward_seconds,
         commit_seconds=before.commit_seconds + after.commit_seconds,

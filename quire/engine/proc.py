@@ -141,7 +141,9 @@ class _Receiver:
         self._inbox.put(Stop())
 
     def _read(self) -> None:
-        sender, frames = self._post.hub.receive()
+        received = self._post.hub.receive()
+        assert received is not None  # without a limit of time
+        sender, frames = received
         client = _client_of(sender)
         if client is None:
             log.error("A message to the engine names no sender, and is left out: %.40r", sender)

@@ -76,7 +76,8 @@ def begin_engine(*, shared: bool = False, name: str = "the engine") -> Begun:
     """`name`: what messages call it."""
     folder = private_folder()
     life, child_end = os.pipe() if shared else (-1, -1)
-    child = Child(MAIN, None, name=name, litter=folder, keep=(child_end,) if shared else (), early=EARLY)
+    keep = (child_end,) if shared else ()
+    child = Child(MAIN, None, name=name, litter=folder, keep=keep, early=EARLY, keep_env=env.NODE_KEY.spellings)
     if shared:
         os.close(child_end)
     return Begun(folder, life, child)

@@ -95,5 +95,5 @@ def _key(request: EngineRequest) -> tuple[Any, ...]:
         id(request.params), tuple(request.trace_headers.items()), request.eos_token_id, request.priority,
         request.cache_salt, request.tenant, request.lora_id, request.lora_name, request.lora_path,
         request.lora_generation,
-        request.media_keys, request.continues, request.thinking,
+        id(request.media) if request.media else None, request.continues, request.thinking,
     )  # fmt: skip

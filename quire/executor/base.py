@@ -104,9 +104,21 @@ class WatchedExecutor(Protocol):
         """Call this once a worker is gone, in some thread; at once if one is already."""
 
 
+@runtime_checkable
+class StepwiseExecutor(Protocol):
+    """An executor whose ranks have a loop each, all of which must plan the same steps."""
+
+    is_in_step: bool
+
+
 BACKENDS = registry.Registry(
     "distributed_executor_backend",
-    {"uni": "quire.executor.inproc:InProcessExecutor", "mp": "quire.executor.remote:one_per_rank"},
+    {
+        "uni": "quire.executor.inproc:InProcessExecutor",
+        "mp": "quire.executor.processes:one_per_rank",
+        "ray": "quire.executor.ray_actors:on_ray",
+        "external_launcher": "quire.executor.launched:LaunchedExecutor",
+    },
 )
 
 

@@ -29,8 +29,8 @@ class DriverWorker:
 class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self._worker: WorkerProtocol | None = registry.load(WORKER)(config, rank=0, num_workers=1, meeting="")
-        self.forward: Callable[[StepPlan], None] = _no_worker
-        self.sample: Callable[[int, Mask | None], PendingResult] = _no_worker
+        self.forward: Callable[[StepPlan], None] = no_worker
+        self.sample: Callable[[int, Mask | None], PendingResult] = no_worker
 
     @property
     def worker(self) -> WorkerProtocol:
@@ -66,12 +66,12 @@ class InProcessExecutor:
     def shutdown(self) -> None:
         """Let the worker free its memory; nothing can be called afterwards."""
         worker, self._worker = self._worker, None
-        self.forward = self.sample = _no_worker
+        self.forward = self.sample = no_worker
         if worker is not None:
             worker.shutdown()
 
 
-def _no_worker(*args: Any) -> NoReturn:
+def no_worker(*args: Any) -> NoReturn:
     raise RuntimeError("the executor's worker has no KV cache yet, or was shut down")
 
 

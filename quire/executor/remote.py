@@ -5,12 +5,14 @@ then WorkerReply. Types of arguments and answers are read from `WorkerProtocol` 
 here. Verbs run in the order sent; a step's result is read in a thread of its own, so that the next step can be started
 meanwhile. `forward` and, but for the rank that answers for all, `sample` are not answered: a failure there is said all
 the same, and ends the executor as a death does.
-Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker gets through its standard
-input. Must not know what a plan means.
+Where workers run is the matter of a `Launch` (members.py): processes of this host, other machines (nodes.py), Ray
+(ray.py). Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker process gets
+through its standard input. Must not know what a plan means.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
@@ -27,23 +29,20 @@ from quire.base import env, registry
 from quire.base.clock import now
 from quire.base.codec import Codec, CodecError
 from quire.base.folders import remove_folder
-from quire.base.procs import Child
 from quire.base.seal import Seal, new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
+from quire.executor.members import SAID, Launch, Pulses, WorkerBoot, on_this_host, why_dead, why_lost
 from quire.schema.errors import EngineDeadError, InputError, QuireError, kind_of, message_of, rebuild_error
 from quire.schema.step import Mask, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
-MAIN = "quire.executor.remote:main"
 CONFIG = "quire.config:EngineConfig"
 _HUB = "executor"
 _MEETING = "meeting"
 _PATIENCE = 5.0  # seconds that a worker may take to leave
-_SAID = 1  # exit code of a worker that has said why
-_DEATH_NOTICE_S = 0.5  # how much later than its peers' complaints the notice of a worker's death may come
 _NOBODY = -1  # call id of an WorkerCall that is not answered
 
 
@@ -72,19 +71,10 @@ class WorkerReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     error_kind: str = ""
 
 
-class WorkerBoot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is started with."""
+class WorkerBeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """A sign of life."""
 
     rank: int
-    num_workers: int
-    meeting: str  # a URL at which the workers find each other, for what they exchange among themselves; "": one alone
-    folder: str  # of the mailboxes; of no use where they have addresses
-    mine: str
-    theirs: str
-    secret: bytes | None
-    worker: str  # import path of what makes the worker
-    config_type: str
-    config: msgspec.Raw
 
 
 class _Types(NamedTuple):
@@ -115,7 +105,8 @@ class _UnheardError(Exception):
 class RemoteExecutor:
     """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: ipc.
     `stages`: into how many groups of equal size the workers are divided, in the order of ranks; the first of the last
-    group answers for a step."""
+    group answers for a step. `nodes`: into how many machines, likewise. `launch`: what starts the workers. `meeting`:
+    where they find each other, if not here."""
 
     def __init__(
         self,
@@ -126,8 +117,11 @@ class RemoteExecutor:
         worker: str = WORKER,
         config_type: str = CONFIG,
         stages: int = 1,
+        nodes: int = 1,
+        launch: Launch = on_this_host,
+        meeting: str = "",
     ) -> None:
-        self.num_workers, self._stages = num_workers, stages
+        self.num_workers, self._stages, self._nodes = num_workers, stages, nodes
         self._answering = num_workers - num_workers // stages
         self._folder = private_folder()
         secret = None if host is None else new_secret()
@@ -139,35 +133,39 @@ class RemoteExecutor:
         self._dead: EngineDeadError | None = None
         self._when_dead: Callable[[EngineDeadError], None] | None = None
         self._joined = [Future[None]() for _ in range(num_workers)]
+        self._pulses = Pulses(num_workers, env.WORKER_TIMEOUT_S.get())
         boot = msgspec.Raw(msgspec.msgpack.encode(config))
-        self._children = [
-            Child(
-                MAIN,
-                msgspec.msgpack.encode(
-                    WorkerBoot(
-                        rank=rank,
-                        num_workers=num_workers,
-                        meeting="" if num_workers == 1 else f"file://{self._folder}/{_MEETING}",
-                        folder=self._folder,
-                        mine=f"worker-{rank}" if host is None else f"tcp://{host}:*",
-                        theirs=_HUB if host is None else self._hub.address,
-                        secret=secret,
-                        worker=worker,
-                        config_type=config_type,
-                        config=boot,
-                    )
-                ),
-                name=self._name(rank),
+        ranks = range(num_workers)
+        boots = [
+            WorkerBoot(
+                rank=rank,
+                num_workers=num_workers,
+                meeting="" if num_workers == 1 else meeting or f"file://{self._folder}/{_MEETING}",
+                folder=self._folder,
+                mine=f"worker-{rank}" if host is None else f"tcp://{host}:*",
+                theirs=_HUB if host is None else self._hub.address,
+                secret=secret,
+                worker=worker,
+                config_type=config_type,
+                config=boot,
+                beat_s=self._pulses.patience or 0.0,
             )
-            for rank in range(num_workers)
+            for rank in ranks
         ]
+        try:
+            self._members = launch(boots, [self._name(rank) for rank in ranks])
+        except BaseException:
+            self._hub.close()
+            remove_folder(self._folder)
+            raise
         self._reader = threading.Thread(target=self._read, name="executor inbox", daemon=True)
         self._reader.start()
 
     def _name(self, rank: int) -> str:
         """Of a worker in logs and errors."""
         stage = f", pipeline stage {rank // (self.num_workers // self._stages)}" if self._stages > 1 else ""
-        return f"worker {rank}{stage}"
+        node = f" on node {rank // (self.num_workers // self._nodes)}" if self._nodes > 1 else ""
+        return f"worker {rank}{stage}{node}"
 
     # ---- the verbs ---------------------------------------------------------------------------------------------
 
@@ -182,6 +180,8 @@ class RemoteExecutor:
         kind = types_of(verb.__name__).answer
         replies = self._send(verb.__name__, args, range(self.num_workers))
         self._await_all(verb.__name__, replies)
+        if verb.__name__ == WorkerProtocol.warm_up.__name__:  # the start is over
+            self._pulses.watch()
         return [msgspec.msgpack.decode(reply.result(), type=kind) for reply in replies]
 
     def _await_all(self, verb: str, replies: list[Future[msgspec.Raw]]) -> None:
@@ -228,12 +228,12 @@ class RemoteExecutor:
             for rank in range(self.num_workers):
                 self._hub.send(str(rank), _TO.encode(WorkerCall(_NOBODY, "shutdown", _RAW_NOTHING)))
         deadline = now() + (_PATIENCE if closing else 0.0)
-        for child in self._children:
-            child.stop(max(0.0, deadline - now()))
+        for member in self._members:
+            member.stop(max(0.0, deadline - now()))
         self._hub.close()
         self._reader.join(_PATIENCE)
-        for child in self._children:
-            child.close()
+        for member in self._members:
+            member.close()
         remove_folder(self._folder)
 
     def when_dead(self, tell: Callable[[EngineDeadError], None]) -> None:
@@ -276,36 +276,36 @@ class RemoteExecutor:
         """Sort what comes back, until a worker is gone or has failed where nobody waits for its answer."""
         try:
             while True:
-                sender, frames = self._hub.receive([child.notice for child in self._children])
+                received = self._hub.receive([member.notice for member in self._members], self._pulses.patience)
+                self._check_pulses()
+                if received is None:
+                    continue
+                sender, frames = received
                 message = _FROM.decode(frames)
                 if sender != str(message.rank).encode() or not 0 <= message.rank < self.num_workers:
                     raise CodecError(f"a message of rank {message.rank} was sent by {sender[:20]!r}")
                 self._take(message)
         except (PeerGoneError, CodecError) as gone:
-            self._die(EngineDeadError(self._why_lost() or self._why_dead() or str(gone)))
+            self._die(EngineDeadError(why_lost(self._members) or why_dead(self._members) or str(gone)))
         except _UnheardError as failed:
             explained = self._explained(failed.error)
             self._die(explained if isinstance(explained, EngineDeadError) else EngineDeadError(str(failed)))
 
     def _explained(self, failed: BaseException) -> BaseException:
         """What a worker answered, unless that came of another worker's death."""
-        why = "" if isinstance(failed, QuireError) else self._why_lost()
+        why = "" if isinstance(failed, QuireError) else why_lost(self._members)
         return EngineDeadError(why) if why else failed
 
-    def _why_dead(self) -> str:
-        return "; ".join(child.why_dead() for child in self._children if not child.alive)
+    def _check_pulses(self) -> None:
+        if silent := self._pulses.silent():
+            names = "; ".join(map(self._name, silent))
+            limit = f"{self._pulses.limit:g} s (QUIRE_WORKER_TIMEOUT_S)"
+            raise PeerGoneError(f"no sign of life within {limit} from {names}: the process hangs or is stopped")
 
-    def _why_lost(self) -> str:
-        """Of workers that died without a word, if some did: that breaks the connections of their peers, which may be
-        heard before the notice of the death."""
-        deadline = now() + (_DEATH_NOTICE_S if self.num_workers > 1 else 0.0)
-        while not (lost := [child for child in self._children if child.exit_code not in (None, 0, _SAID)]):
-            if now() >= deadline:
-                return ""
-            time.sleep(0.01)
-        return "; ".join(child.why_dead() for child in lost)
-
-    def _take(self, message: WorkerJoined | WorkerReply) -> None:
+    def _take(self, message: WorkerJoined | WorkerReply | WorkerBeat) -> None:
+        self._pulses.hear(message.rank)
+        if isinstance(message, WorkerBeat):
+            return
         if isinstance(message, WorkerJoined):
             self._hub.open(str(message.rank), message.address)
             self._joined[message.rank].set_result(None)
@@ -334,12 +334,6 @@ class RemoteExecutor:
             tell(self._dead)
 
 
-def one_per_rank(config: EngineConfig) -> RemoteExecutor:
-    """The backend `mp`: a process of this host for each rank."""
-    parallel = config.parallel_config
-    return RemoteExecutor(config, num_workers=parallel.world_size, stages=parallel.pipeline_parallel_size)
-
-
 def _settled(replies: list[Future[msgspec.Raw]], limit: float | None) -> tuple[BaseException | None, list[int]]:
     """Wait until all have answered or one has failed: the others may be waiting for that one. The failure of the first
     rank that has one, and the ranks that have not answered."""
@@ -359,7 +353,7 @@ class _RemoteResult:
 
 
 _TO: Codec[WorkerCall] = Codec(WorkerCall)
-_FROM: Codec[WorkerJoined | WorkerReply] = Codec(WorkerJoined | WorkerReply)
+_FROM: Codec[WorkerJoined | WorkerReply | WorkerBeat] = Codec(WorkerJoined | WorkerReply | WorkerBeat)
 _RAW_NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
 _NIL = msgspec.Raw(msgspec.msgpack.encode(None))
 
@@ -369,11 +363,17 @@ _NIL = msgspec.Raw(msgspec.msgpack.encode(None))
 
 def main(boot: bytes) -> None:
     """A worker process, from its boot bytes to its end."""
-    place = msgspec.msgpack.decode(boot, type=WorkerBoot)
+    os._exit(serve_worker(msgspec.msgpack.decode(boot, type=WorkerBoot)))
+
+
+def serve_worker(place: WorkerBoot) -> int:
+    """A worker in this process, until it is told to leave: 0, or SAID if it could not be made and has said why."""
     seal = None if place.secret is None else Seal(place.secret)
     name = str(place.rank).encode()
     wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, seal=seal)
     end = _End(place.rank, wire)
+    if place.beat_s > 0:
+        threading.Thread(target=end.beat, args=(place.beat_s,), name="signs of life", daemon=True).start()
     wire.send(_FROM.encode(WorkerJoined(place.rank, place.mine if seal is None else wire.address)))
     try:
         config = msgspec.msgpack.decode(place.config, type=registry.load(place.config_type))
@@ -383,10 +383,10 @@ def main(boot: bytes) -> None:
     except Exception as failed:  # noqa: BLE001  # a process root: the engine hears why
         end.fail(_NOBODY, failed)
         wire.close(linger=_PATIENCE)
-        os._exit(_SAID)
+        return SAID
     end.serve(worker)
     wire.close(linger=_PATIENCE)
-    os._exit(0)
+    return 0
 
 
 class _End:
@@ -414,6 +414,12 @@ class _End:
                 self._results.put((call.call_id, value))
             elif call.call_id != _NOBODY:
                 self._answer(call.call_id, value)
+
+    def beat(self, seconds: float) -> None:
+        with contextlib.suppress(PeerGoneError):  # closed: the process ends
+            while True:
+                time.sleep(seconds)
+                self._wire.send(_FROM.encode(WorkerBeat(self._rank)))
 
     def _read_results(self) -> None:
         while True:

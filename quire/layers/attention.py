@@ -76,7 +76,16 @@ class KVLayer(nn.Module):
 
 
 class Attention(KVLayer):
-    def __init__(self, prefix: str, width: int, kind: AttentionKind, rope: Rope | None, storage: Storage) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        width: int,
+        kind: AttentionKind,
+        rope: Rope | None,
+        storage: Storage,
+        *,
+        out_width: int = 0,  # of what it adds to the stream; 0: as wide as what it reads
+    ) -> None:
         super().__init__(f"{prefix}attn", kind.window, kind.chunk)
         own, own_kv = own_heads(kind, storage.group)
         slopes = alibi_slopes(kind.heads)[own.start : own.start + own.count]
@@ -91,7 +100,7 @@ class Attention(KVLayer):
             queries = {"q_proj.gate": parts["q_proj"], "q_proj.query": parts.pop("q_proj")}
             parts, runs = queries | parts, {"q_proj": tuple(queries)}
         self.qkv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="qkv_proj", runs=runs)
-        self.o = Linear(prefix, own.times(size), {"o_proj": width}, storage, bias=kind.o_bias)
+        self.o = Linear(prefix, own.times(size), {"o_proj": out_width or width}, storage, bias=kind.o_bias)
         self.q_norm = self._norm("q_norm", own, storage)
         self.k_norm = self._norm("k_norm", own_kv, storage)
         plain_norms = not kind.qk_norm or (

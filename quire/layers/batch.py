@@ -111,7 +111,7 @@ class GivenVectors(NamedTuple):
     """Vectors that stand in place of token embeddings: of media, or embeddings that a request brought itself."""
 
     places: Tensor  # [G] int64: where in the step, each once
-    vectors: Tensor  # [G, width of the embedding]
+    vectors: Tensor  # [G, width of the embedding, and what layers add later behind it]
 
 
 @dataclass

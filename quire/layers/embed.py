@@ -40,6 +40,12 @@ class Embedding(MatrixLayer):
             x = self.adapters.add(index, x)
         return x if self.scale == 1.0 else x * self.scale
 
+    def take(self, index: Tensor) -> Tensor:
+        """As forward, without adapters."""
+        index = index + self.offset if self.offset else index
+        x = self.stored.take(index) if self._reduce is None else self._reduce(_own_rows(self.stored, self.rows, index))
+        return x if self.scale == 1.0 else x * self.scale
+
     def slots(self) -> Iterator[Slot]:
         for slot in self.stored.slots(("",)):
             yield Slot(f"{self.name}.{slot.leaf}", slot.target, cut=slot.cut)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,11 @@ from quire.ops.act import PLAIN, clamped_swiglu, gated_on, plain_on, sigmoid
 from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, norm_router
 from quire.ops.moe import route, sum_choices
+from quire.ops.op import Kernels
 from quire.ops.parts import PartialSums
-from quire.quant.experts import ExpertShape, Rule
+from quire.quant.experts import ExpertShape, Rule, StoredExperts
 from quire.quant.scheme import Slot, Storage
+from quire.quant.shard import Cut, Span
 
 if TYPE_CHECKING:
     from quire.layers.adapters import ExpertAdapters
@@ -54,13 +56,15 @@ class MoeKind:
 
 
 class Experts(ExpertLayer):
-    """The experts of a mixture. Where ranks share them, each has some entries of every expert."""
+    """The experts of a mixture. Where ranks share them, each has some entries of every expert, or some experts whole
+    (`own`): then it computes what tokens have chosen of these, and the sum over ranks has the rest."""
 
-    def __init__(self, prefix: str, shape: ExpertShape, storage: Storage) -> None:
+    def __init__(self, prefix: str, shape: ExpertShape, storage: Storage, own: tuple[int, ...] | None = None) -> None:
         super().__init__()
         self.prefix = prefix
-        self.hold(storage.schemes.of_experts(prefix).create(shape))
-        self._reduce = None if shape.ffn.is_whole else storage.group.reduce
+        self._share = None if own is None else ExpertShare(own, shape.experts, storage.kernels)
+        self.hold(storage.schemes.of_experts(prefix).create(shape if own is None else replace(shape, experts=len(own))))
+        self._reduce = None if shape.ffn.is_whole and own is None else storage.group.reduce
         self.adapters: ExpertAdapters | None = None  # unless the engine serves adapters
 
     @property
@@ -70,6 +74,9 @@ class Experts(ExpertLayer):
 
     def forward(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         """Sum over a token's experts of weight * expert(x); added to `stream`, which a sum over ranks does not take."""
+        if self._share is not None:
+            y = self._share.multiply(self.stored, x, weights, index)
+            return y if self._reduce is None else self._reduce(y)
         y = self.stored.multiply(x, weights, index, stream)
         if self.adapters is not None:
             for slot, rows in self.adapters.groups(len(x)):
@@ -78,9 +85,58 @@ class Experts(ExpertLayer):
         return y if self._reduce is None else self._reduce(y)
 
     def slots(self) -> Iterator[Slot]:
-        for slot in self.stored.slots():
+        slots = self.stored.slots()
+        for slot in slots if self._share is None else self._share.slots(slots):
             fills = tuple(self.prefix + name for name in slot.fills)
             yield Slot(self.prefix + slot.name, slot.target, fills, slot.cut)
+
+
+class ExpertShare:
+    """Which experts of a mixture a rank has, and how tokens and tensors of checkpoints find them."""
+
+    def __init__(self, own: tuple[int, ...], count: int, kernels: Kernels) -> None:
+        self._own, self._count = own, count
+        self._is_static = kernels.device.type != "cpu"  # shapes must not depend on what tokens choose
+        places = torch.full((count,), -1, dtype=torch.int64)
+        places[list(own)] = torch.arange(len(own))
+        self._places = places.to(kernels.device)
+
+    def multiply(self, stored: StoredExperts, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        """The part of the sum over a token's experts that this rank has."""
+        place = self._places[index]
+        is_own = place >= 0
+        if self._is_static:  # what lies elsewhere is computed with some expert, and weighs nothing
+            return stored.multiply(x, weights.masked_fill(~is_own, 0), place.clamp_min(0))
+        tokens, choices = is_own.nonzero(as_tuple=True)
+        y = torch.zeros_like(x, dtype=torch.float32)
+        if len(tokens):  # every pair of token and expert is a token of its own
+            pairs = stored.multiply(x[tokens], weights[tokens, choices][:, None], place[tokens, choices][:, None])
+            y.index_add_(0, tokens, pairs.float())
+        return y.to(x.dtype)
+
+    def slots(self, slots: Iterable[Slot]) -> Iterator[Slot]:
+        """Those of the stored experts, by the numbers that these have in a checkpoint; and those of other ranks."""
+        own = list(slots)
+        for slot in own:
+            if not slot.fills:
+                number, leaf = slot.name.split(".", 1)
+                yield slot._replace(name=f"{self._own[int(number)]}.{leaf}")
+                if number == "0":
+                    yield from (Slot(f"{other}.{leaf}", None) for other in range(self._count) if other not in self._own)
+                continue
+            leaves = dict.fromkeys(name.split(".", 1)[1] for name in slot.fills)
+            fills = tuple(f"{expert}.{leaf}" for expert in range(self._count) for leaf in leaves)
+            yield slot._replace(fills=fills, cut=Cut(0, self._count, self._ranges()))
+
+    def _ranges(self) -> tuple[tuple[int, int], ...]:
+        """One for experts that follow each other."""
+        ranges: list[tuple[int, int]] = []
+        for expert in self._own:
+            if ranges and ranges[-1][1] == expert:
+                ranges[-1] = ranges[-1][0], expert + 1
+            else:
+                ranges.append((expert, expert + 1))
+        return tuple(ranges)
 
 
 class Moe(nn.Module):
@@ -93,11 +149,12 @@ class Moe(nn.Module):
         between: Callable[[Tensor], Tensor] = (gated_on if kind.gated else plain_on)(act, storage.kernels)
         if kind.clamp:
             between = partial(storage.of(clamped_swiglu), alpha=kind.clamp_alpha, limit=kind.clamp)
+        own = storage.group.own_experts(kind.experts)
+        entries = Span.all(kind.ffn) if own is not None else storage.group.span("entries of an expert", kind.ffn)
         shape = ExpertShape(
-            kind.experts, kind.latent or width, storage.group.span("entries of an expert", kind.ffn), kind.gated,
-            kind.expert_bias, between, _rule(kind, act),
-        )  # fmt: skip
-        self.experts = Experts(f"{prefix}experts.", shape, storage)
+            kind.experts, kind.latent or width, entries, kind.gated, kind.expert_bias, between, _rule(kind, act)
+        )
+        self.experts = Experts(f"{prefix}experts.", shape, storage, own)
         narrow = Linear(prefix, width, {"fc1_latent_proj": kind.latent}, storage) if kind.latent else None
         self.narrow, self.widen = narrow, None
         if kind.latent:

@@ -26,6 +26,7 @@ class RopeKind:
     back: bool = False  # turns the other way round
     scaling: Mapping[str, Any] | None = None  # rope_type and its numbers, as configs write them
     sections: tuple[int, ...] = ()  # M-RoPE: how many frequencies, in order, turn by each channel of positions
+    interleaved: bool = False  # M-RoPE: frequencies take turns among the channels, as far as each has some left
 
 
 class RotaryTables(NamedTuple):
@@ -79,5 +80,11 @@ def _channel_of(kind: RopeKind) -> Tensor:
             f"{kind.dim // 2}",
             param="mrope_section",
         )
-    own = torch.repeat_interleave(torch.arange(len(kind.sections)), torch.tensor(kind.sections))
+    number = len(kind.sections)
+    if kind.interleaved:
+        own = torch.zeros(kind.dim // 2, dtype=torch.long)
+        for channel in range(1, number):
+            own[channel : number * kind.sections[channel] : number] = channel
+    else:
+        own = torch.repeat_interleave(torch.arange(number), torch.tensor(kind.sections))
     return own.repeat_interleave(2) if kind.pairs else torch.cat((own, own))

@@ -76,6 +76,8 @@ class BeamSearchInstance:
     ) -> BeamSearchInstance:
         """The search of a prompt that was checked as any request's."""
         request = prepared.requests[0]
+        if request.media:
+            raise NotBuiltError("beam search with media, or embeddings as a prompt, is not in this version of Quire")
         ends = frozenset(i for i in (request.eos_token_id, *request.sampling.stop_token_ids) if i is not None)
         return cls(list(prepared.token_ids), params, request.max_tokens, ends, request.cache_salt, form=form)
 

@@ -190,11 +190,18 @@ class Front:
         self.outputs.use_tokenizer(tokenizer)
 
     def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        self.note_call(verb)
         return self.client.call(verb, *args, timeout=timeout, **kwargs)
+
+    def note_call(self, verb: str) -> None:
+        """What a verb means for this side of the engine."""
+        if verb == "reset_mm_cache":
+            self.inputs.forget_media()
 
     def close(self) -> None:
         for log_stats in self._log_stats:
             log_stats.stop()
+        self.inputs.close()
         self.client.close()
         self.outputs.clear()
         if self.tracer is not None:

@@ -161,24 +161,26 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[TokensPrompt]:
         """Conversations as token prompts, which every other method takes."""
-        if mm_processor_kwargs is not None:
-            raise NotBuiltError("mm_processor_kwargs is not in this version of Quire", param="mm_processor_kwargs")
         tokenizer = self.get_tokenizer()
         from quire.text.chat import tokenize_chat  # lazy
 
-        return [
-            tokenize_chat(
-                tokenizer,
-                conversation,
-                chat_template=chat_template,
-                content_format=chat_template_content_format,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=chat_template_kwargs,
-            )
-            for conversation in list_conversations(messages)
-        ]
+        how: dict[str, Any] = {
+            "chat_template": chat_template,
+            "content_format": chat_template_content_format,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "template_kwargs": chat_template_kwargs,
+        }
+        conversations = list_conversations(messages)
+        if self.llm_engine.front.inputs.takes_media:
+            from quire.llm.media_chat import tokenize_media_chat  # lazy
+
+            inputs = self.llm_engine.front.inputs
+            return [tokenize_media_chat(inputs, one, mm_processor_kwargs, how) for one in conversations]
+        if mm_processor_kwargs is not None:
+            raise NotBuiltError("mm_processor_kwargs: this model takes text only", param="mm_processor_kwargs")
+        return [tokenize_chat(tokenizer, one, **how) for one in conversations]
 
     def beam_search(
         self,

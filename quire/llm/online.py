@@ -22,7 +22,7 @@ import msgspec
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.engine.adapters import located
-from quire.engine.inputs import Options, PreparedRequest
+from quire.engine.inputs import Options, PreparedRequest, has_items
 from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
 from quire.llm.engine import Front, FrontEngine
@@ -364,7 +364,27 @@ class AsyncLLM(FrontEngine):
         self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, options: Options
     ) -> PreparedRequest:
         """Check and tokenize; nothing runs yet. What is long is read in another thread."""
+        if prompt.has_media:
+            prompt = await self.load_media(prompt)
         return await self.read(size_of([prompt], params), self.front.prepare, request_id, prompt, params, options)
+
+    async def load_media(self, prompt: Prompt) -> Prompt:
+        """Its media fetched, decoded and processed, which takes threads of their own."""
+        inputs = self.front.inputs
+        self._check_alive()
+        if has_items(prompt):
+            return prompt
+        media = await self.lanes.run(LONG_TEXT, lambda: inputs.media)  # which may be made now
+        if (known := media.known(prompt.loaded_media or prompt.media)) is not None:
+            return msgspec.structs.replace(prompt, loaded_media=known)
+        futures = await self.lanes.run(LONG_TEXT, inputs.begin_media, prompt)
+        listed = [future for several in futures.values() for future in several]
+        try:
+            await asyncio.gather(*map(asyncio.wrap_future, listed))
+        finally:
+            for future in listed:
+                future.cancel()
+        return msgspec.structs.replace(prompt, media=(), loaded_media=media.loaded(futures))
 
     async def read(self, size: int, work: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
         """Do what tokenizes: at once where that is quick, else in a lane. `size`: how many characters."""
@@ -410,6 +430,7 @@ class AsyncLLM(FrontEngine):
 
     async def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """A control verb of engine/control.py."""
+        self.front.note_call(verb)
         future = self.front.client.begin_call(verb, *args, **kwargs)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), timeout)
@@ -527,5 +548,7 @@ def size_of(prompts: Sequence[Prompt], params: SamplingParams | PoolingParams) -
         size += len(prompts) * len(params.returned_token_ids)
     for prompt in prompts:
         ids = prompt.token_ids
+        if prompt.embeds is not None or prompt.media is not None or prompt.media_uuids is not None:
+            size += LONG_TEXT
         size += len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER
     return size + _PER_PROMPT * (len(prompts) - 1)

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,13 @@ class PackedEntry:
     sum: int = 0
 
 
+@runtime_checkable
+class HasRole(Protocol):
+    """A model that is made from files of which another one may be made, too."""
+
+    role: str
+
+
 def packed_cache_for(
     model: object, config: EngineConfig, files: WeightFiles, group: ShardGroup = ALONE
 ) -> PackedCache | None:
@@ -81,6 +89,10 @@ def packed_cache_for(
     read = {"config": about.hf_config, "dtype": about.dtype, "form": about.weight_form,
             "format": config.load_config.load_format, "rank": group.rank, "ranks": group.size}  # fmt: skip
     use: tuple[object, ...] = (about.convert,) if about.is_pooling else ()  # which has other parameters
+    if group.placement:
+        use += (f"experts {group.placement}",)
+    if isinstance(model, HasRole):
+        use += (model.role,)
     if group.stages > 1:
         use += (f"stage {group.stage}", group.stages, env.PP_LAYER_PARTITION.get())
     name = _digest(os.path.abspath(about.path), about.dtype, about.weight_form, group.rank, group.size, *use)

@@ -91,6 +91,7 @@ class Arch:
     moe: MoeKind | None = None
     # ends
     embed_scale: float = 1.0
+    deepstack: int = 0  # after so many first layers, further vectors of media are added to the stream
     embed_width: int = 0  # width of the token table if it differs; projected in and out
     residual_scale: float = 1.0
     positions: int = 0  # rows of a learned position table

@@ -52,6 +52,7 @@ NORMS = {
     "cross_pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "cross_after": ("", "input_layernorm", "", "post_attention_layernorm"),
     "pre_post": ("input_layernorm", "", "post_attention_layernorm", "post_feedforward_layernorm"),
+    "pre_mlp": ("", "", "post_attention_layernorm", ""),
 }  # fmt: skip
 
 
@@ -62,7 +63,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         layer, prefix = arch.layers[index], f"model.layers.{index}."
         self.attn = _mixer(arch, layer, prefix, rope, storage)
-        self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage)
+        self.mlp = mlp_of(arch, layer, f"{prefix}mlp.", storage)
         norms = [Norm(prefix + name, (arch.width,), arch.norm, storage) if name else None for name in NORMS[arch.order]]
         self.before_attn, self.after_attn = norms[0] or NoNorm(), norms[1]
         self.before_mlp, self.after_mlp = norms[2] or NoNorm(), norms[3]
@@ -318,7 +319,7 @@ class SingleBlock(nn.Module):
         only_mlp = layer.mixer == "none"
         self.norm = Norm(f"{prefix}input_layernorm", (arch.width,), arch.norm, storage)
         self.attn = None if only_mlp else _mixer(arch, layer, prefix, rope, storage)
-        self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage) if only_mlp else None
+        self.mlp = mlp_of(arch, layer, f"{prefix}mlp.", storage) if only_mlp else None
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         h, x = self.norm.add(x, delta)
@@ -345,8 +346,8 @@ class SharedBlock(SingleBlock):
 
 BLOCKS = {
     "pre": DecoderBlock, "post": DecoderBlock, "sandwich": DecoderBlock, "pre_post": DecoderBlock,
-    "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock, "shared": SharedBlock,
-    "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
+    "pre_mlp": DecoderBlock, "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock,
+    "shared": SharedBlock, "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
 }  # fmt: skip
 
 
@@ -391,26 +392,29 @@ def _state(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> KVLayer:
 
 
 def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> KVLayer:
-    scale = layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5
     if arch.mla is not None:
-        m = arch.mla
+        m, scale = arch.mla, layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5
         latent = MlaKind(
             heads=arch.heads, kv_rank=m.kv_rank, nope=m.nope, rope=m.rope, value=m.value, scale=scale,
             q_rank=m.q_rank, bias=arch.qkv_bias,
         )  # fmt: skip
         return LatentAttention(prefix, arch.width, latent, rope, storage)
-    kind = AttentionKind(
-        heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, scale=scale, window=layer.window,
+    return Attention(prefix, arch.width, attention_kind(arch, layer), rope, storage)
+
+
+def attention_kind(arch: Arch, layer: Layer) -> AttentionKind:
+    return AttentionKind(
+        heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, window=layer.window,
+        scale=layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5,
         chunk=layer.chunk, softcap=arch.attn_softcap, sinks=arch.sinks, alibi=arch.alibi, qkv_bias=arch.qkv_bias,
         o_bias=arch.o_bias, qk_norm=arch.qk_norm if layer.qk_norm else "", qkv_clip=arch.qkv_clip, gated=arch.attn_gate,
         qk_norm_kind=replace(arch.norm, bias=arch.qk_norm_bias, weight=arch.qk_norm_weight and arch.norm.weight),
         grow=arch.grow if layer.grow else (0.0, 1, 0), qk_norm_late=arch.qk_norm_late and layer.qk_norm,
         gate_name=arch.gate_name, out_norm=arch.inner_norms[0],
     )  # fmt: skip
-    return Attention(prefix, arch.width, kind, rope, storage)
 
 
-def _mlp(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> Mlp | Moe:
+def mlp_of(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> Mlp | Moe:
     if layer.moe and arch.moe is not None:
         return Moe(prefix, arch.width, arch.moe, storage, act=arch.act)
     if arch.act == "xielu":

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.attention import KVLayer
-from quire.layers.batch import Batch, LayerCache
+from quire.layers.batch import Batch, GivenVectors, LayerCache
 from quire.layers.embed import Embedding, Head, SinePositions
 from quire.layers.kda import KdaKind
 from quire.layers.linear import Linear
@@ -76,14 +76,17 @@ class Stretch:
         ropes: Sequence[int | None],
         wholes: Sequence[Whole | None],
         storage: Storage,
+        num_alone: int = 0,
     ) -> list[Stretch]:
-        """All of a decoder's layers, split where runs of the common form start and end."""
+        """All of a decoder's layers, split where runs of the common form start and end, and after each of the first
+        `num_alone`."""
         join = storage.of(join_blocks)
         if join is join_blocks.reference:
             wholes = [None] * len(wholes)
         stretches = []
-        for _, run in groupby(zip(layers, ropes, wholes, strict=True), key=lambda entry: entry[2] is None):
-            here, turned, made = zip(*run, strict=True)
+        numbered = enumerate(zip(layers, ropes, wholes, strict=True))
+        for _, run in groupby(numbered, key=lambda entry: (min(entry[0], num_alone), entry[1][2] is None)):
+            here, turned, made = zip(*(entry for _, entry in run), strict=True)
             stretches.append(cls(here, turned, [whole for whole in made if whole is not None], join, storage.dtype))
         return stretches
 
@@ -119,6 +122,22 @@ class Stretch:
         ]
         self._turn_keys = list(dict.fromkeys(kinds))
         self._call = self._join(parts, [self._turn_keys.index(kind) for kind in kinds], self._dtype)
+
+
+class Tap:
+    """Between two stretches: keeps the stream as the layer after it reads it, until the next step."""
+
+    def __init__(self) -> None:
+        self.state: Tensor | None = None  # [T, width]
+
+    def forget(self) -> None:
+        self.state = None
+
+    def __call__(
+        self, x: Tensor, delta: Delta, batch: Batch, rotaries: Sequence[RotaryTables], adapters: AdapterRows | None
+    ) -> tuple[Tensor, Delta]:
+        self.state = x.clone() if delta is None else x + whole(delta)
+        return x, delta
 
 
 def _positions(arch: Arch, storage: Storage) -> nn.Module:
@@ -180,9 +199,28 @@ class Decoder(nn.Module):
         uses = [layer.use for layer in own if isinstance(layer, SharedBlock)]
         for use in uses:
             use.link(uses)
-        wholes = [layer.whole if type(layer) is DecoderBlock else None for layer in own]
-        self._stretches = Stretch.cut(own, [self.rope_of[i] for i in self.stage.layers], wholes, storage)
+        if arch.deepstack and self.stage.count > 1:
+            raise NotBuiltError("vectors that are added after several layers are not built for a pipeline of stages",
+                                param="pipeline_parallel_size")  # fmt: skip
+        self._stretches: list[Stretch | Tap] = [*self._cut(self.stage.layers, arch.deepstack)]
         self._hooks = hooks_of(self.layers.modules())
+
+    def _cut(self, layers: range, deepstack: int = 0) -> list[Stretch]:
+        own = [self.layers[i] for i in layers]
+        wholes = [layer.whole if type(layer) is DecoderBlock else None for layer in own]
+        return Stretch.cut(own, [self.rope_of[i] for i in layers], wholes, self.storage, deepstack)
+
+    def tap(self, layers: Sequence[int]) -> list[Tap]:
+        """From now on every step keeps what enters these layers, which are in rising order."""
+        if self.arch.deepstack:
+            raise NotBuiltError("drafts from hidden states are not built for models whose media are added after layers",
+                                param="speculative_config")  # fmt: skip
+        taps = [Tap() for _ in layers]
+        ends = [*layers, len(self.layers)]
+        self._stretches = [*self._cut(range(ends[0]))] if ends[0] else []
+        for tap, start, end in zip(taps, ends, ends[1:], strict=False):
+            self._stretches += [tap, *self._cut(range(start, end))]
+        return taps
 
     def _make_end(self, arch: Arch, storage: Storage) -> None:
         """What stands behind the layers."""
@@ -228,19 +266,28 @@ class Decoder(nn.Module):
                 x, embedded = (part.contiguous() for part in x.split(self.arch.width, -1))
             batch = replace(batch, embedded=embedded)
         delta: Delta = None
-        for stretch in self._stretches:
+        deep = batch.input_vectors if self.arch.deepstack else None
+        for index, stretch in enumerate(self._stretches):
             x, delta = stretch(x, delta, batch, rotaries, adapters)
+            if deep is not None and index < self.arch.deepstack:
+                x, delta = self._deepened(x if delta is None else x + whole(delta), deep, index + 1), None
         if not self._is_last:
             x = x if delta is None else x + whole(delta)
             return x if batch.embedded is None else torch.cat((x, batch.embedded), -1)
         x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]
         return x if self.project_out is None else self.project_out(x)
 
+    def _deepened(self, x: Tensor, deep: GivenVectors, which: int) -> Tensor:
+        """Further vectors of media, of which each layer that takes some has its own columns."""
+        width = self.arch.width
+        return x.index_add(0, deep.places, deep.vectors[:, which * width : (which + 1) * width].to(x.dtype))
+
     def _embedded(self, batch: Batch) -> Tensor:
         """[T, width] as the first layer reads it."""
         x = self.embed(batch.token_ids)
         if batch.input_vectors is not None:
-            x = x.index_copy(0, batch.input_vectors.places, batch.input_vectors.vectors.to(x.dtype))
+            places, vectors = batch.input_vectors
+            x = x.index_copy(0, places, vectors[:, : x.shape[1]].to(x.dtype))
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:

@@ -44,6 +44,10 @@ class View:
                     return source[key]
         return default
 
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        return self._raw
+
     def maybe(self, key: str) -> Any:
         """The config's value, null included; else the default; else None."""
         return self._raw[key] if key in self._raw else self._defaults.get(key)

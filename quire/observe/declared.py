@@ -53,7 +53,6 @@ _SOURCES = _each("local_compute", "local_cache_hit", "external_kv_transfer")
 _CACHED_SOURCES = _each("local_cache_hit", "external_kv_transfer")
 _NO_MFU = "stays 0: enable_mfu_metrics is not in this version"
 _NO_TIER = "stays 0: no cache outside the engine is in this version"
-_NO_MEDIA = "stays 0: this version takes text only"
 
 TABLE = (
     MetricDeclaration("vllm:estimated_flops_per_gpu", "counter", f"Arithmetic done; {_NO_MFU}."),
@@ -97,8 +96,8 @@ TABLE = (
         "vllm:external_prefix_cache_queries", "counter", f"Tokens looked up outside the engine; {_NO_TIER}."
     ),
     MetricDeclaration("vllm:external_prefix_cache_hits", "counter", f"Tokens found outside the engine; {_NO_TIER}."),
-    MetricDeclaration("vllm:mm_cache_queries", "counter", f"Media items looked up in the media cache; {_NO_MEDIA}."),
-    MetricDeclaration("vllm:mm_cache_hits", "counter", f"Media items found in the media cache; {_NO_MEDIA}."),
+    MetricDeclaration("vllm:mm_cache_queries", "counter", "Media items of prompts, whose vectors were looked up."),
+    MetricDeclaration("vllm:mm_cache_hits", "counter", "Media items that needed no encoding."),
     MetricDeclaration("vllm:num_preemptions", "counter", "Times a request lost its blocks and was computed again."),
     MetricDeclaration("vllm:prompt_tokens", "counter", "Prompt tokens processed, cached ones included."),
     MetricDeclaration(

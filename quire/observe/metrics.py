@@ -106,10 +106,17 @@ class Metrics:
         if stats.cache.queries:
             sheet.add("vllm:prefix_cache_queries", stats.cache.queries)
             sheet.add("vllm:prefix_cache_hits", stats.cache.hits)
-        if self._num_drafts and stats.drafts.num_drafts:
-            self._count_drafts(stats.drafts)
+        if self._num_drafts or stats.media.queries:
+            self._count_drafts_and_media(stats)
         if tokens := stats.prompt_tokens + stats.generated_tokens:
             sheet.observe("vllm:iteration_tokens_total", tokens)
+
+    def _count_drafts_and_media(self, stats: StepStats) -> None:
+        if stats.media.queries:
+            self.sheet.add("vllm:mm_cache_queries", stats.media.queries)
+            self.sheet.add("vllm:mm_cache_hits", stats.media.hits)
+        if stats.drafts.num_drafts:
+            self._count_drafts(stats.drafts)
 
     def _count_drafts(self, drafts: DraftStats) -> None:
         sheet = self.sheet

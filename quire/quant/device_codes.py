@@ -43,7 +43,8 @@ def round_to_affine(numbers: Tensor, bits: int, group: int, inputs: str = "none"
     rows, width = numbers.shape
     parts = numbers.float().view(rows, -1, group)
     middle = 1 << bits - 1
-    scale = parts.abs().amax(-1).clamp(min=1e-12) / (middle - 1)
+    top = parts.abs().amax(-1).clamp(min=1e-12)
+    scale = top / torch.full_like(top, middle - 1)  # a GPU multiplies by the reciprocal of a plain number: other ties
     codes = (parts / scale[:, :, None]).round_().add_(middle).clamp_(0, 2 * middle - 1).to(torch.uint8)
     return AffineCodes(codes.view(rows, width), bits, Grid(scale, 1, group), middle, None, InputCoding(inputs, "token"))
 

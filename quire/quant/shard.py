@@ -83,6 +83,7 @@ class ShardGroup:
     reduce: Callable[[Tensor], Tensor] = as_it_is  # the sum over these ranks, on each of them; may be done in place
     stage: int = 0
     stages: int = 1
+    placement: str = ""  # of whole experts: linear | round_robin; "": every rank has some entries of each
 
     @property
     def is_alone(self) -> bool:
@@ -107,6 +108,17 @@ class ShardGroup:
         if repeats and self.size % units == 0:
             return Span(units, self.rank * units // self.size, 1)
         raise ConfigError(f"{units} {what} cannot be shared out among {self.size} ranks", value=units)
+
+    def own_experts(self, count: int) -> tuple[int, ...] | None:
+        """The experts that this rank has whole, some ranks one more than others; None: a share of every one."""
+        if not self.placement or self.size == 1:
+            return None
+        if count < self.size:
+            raise ConfigError(f"{count} experts cannot be shared out among {self.size} ranks", value=count)
+        if self.placement == "round_robin":
+            return tuple(range(self.rank, count, self.size))
+        span = self.uneven_span(count)
+        return tuple(range(span.start, span.start + span.count))
 
     def uneven_span(self, units: int) -> Span:
         """A share where some ranks may have one more than others."""

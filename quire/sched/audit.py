@@ -10,6 +10,7 @@ from quire.sched.tenants import ON_HOLD
 
 if TYPE_CHECKING:
     from quire.sched.blocks import BlockPool
+    from quire.sched.encoder_cache import EncoderCache
     from quire.sched.kv_cache import KVCache
     from quire.sched.request import Request
     from quire.sched.scheduler import Scheduler
@@ -40,6 +41,18 @@ def check(scheduler: Scheduler) -> None:
             f"{request.id} waits with KV"
         )
     _check_pool(scheduler.kv.pool, running, scheduler.kv.moves.pinned)
+    if planner.encoder is not None:
+        _check_encoder(planner.encoder, {request.id for request in running})
+
+
+def _check_encoder(encoder: EncoderCache, running: set[str]) -> None:
+    entries = encoder.entries
+    uses = {(name, offset, key) for name, own in encoder.uses.items() for offset, key in own.items() if key in entries}
+    users = {(name, offset, key) for key, entry in entries.items() for name, offset in entry.users}
+    assert users <= uses, f"vectors in use by nobody: {sorted(users - uses)}"
+    assert encoder.uses.keys() | encoder.unfinished <= running, "media of requests that do not run"
+    assert encoder.used == sum([entry.size for entry in entries.values()]), "vectors are counted wrongly"
+    assert encoder.idle.keys() == {key for key, entry in entries.items() if not entry.users}, "idle vectors"
 
 
 def _check_request(request: Request) -> None:
@@ -69,13 +82,21 @@ def _check_pool(pool: BlockPool, running: list[Request], pinned: list[int]) -> N
     assert len(free) == len(set(free)) == holders.count(0), (
         f"{len(free)} free blocks, {holders.count(0)} held by nobody"
     )
-    assert not any(holders[block] for block in free), "a held block is free"
-    assert all(pool.names[block] is None for block in pool.blank), "a named block lies among the blank"
-    assert all(pool.names[block] is not None for block in pool.cached), "a block without a name lies among the cached"
-    mapped = {block: (name, group) for group, named in enumerate(pool.named) for name, block in named.items()}
-    assert len(mapped) == sum(map(len, pool.named)), "a block has two names"
-    known = {b: (name, pool.homes[b]) for b, name in enumerate(pool.names) if name is not None}
-    assert mapped == known, "names and the maps that find them differ"
+    assert not any(map(holders.__getitem__, free)), "a held block is free"
+    _check_names(pool)
+
+
+def _check_names(pool: BlockPool) -> None:
+    """Whole columns at once: a pool may have thousands of blocks, and this is done at every step."""
+    name_of, home_of = pool.names.__getitem__, pool.homes.__getitem__
+    blank = [*map(name_of, pool.blank)]
+    assert blank.count(None) == len(blank), "a named block lies among the blank"
+    assert None not in map(name_of, pool.cached), "a block without a name lies among the cached"
+    for group, named in enumerate(pool.named):  # its names differ, so no block can have two of them
+        assert [*map(name_of, named.values())] == [*named], "names and the maps that find them differ"
+        assert {*map(home_of, named.values())} <= {group}, "a block is named in a group that is not its own"
+    num_named = pool.num_blocks - pool.names.count(None)
+    assert num_named == sum(map(len, pool.named)), "a block has a name by which it cannot be found"
 
 
 def _differences(counted: list[int], recorded: list[int]) -> dict[int, tuple[int, int]]:

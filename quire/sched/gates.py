@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.sched.request import Request
@@ -58,6 +59,14 @@ class Gate:
 
     def pass_over(self, request: Request) -> None:
         """A running request that needed tokens gets none in this step."""
+
+
+class WholeItems(Gate):
+    """A gate for which some of a prompt's tokens must be in one step."""
+
+    def is_whole(self, request: Request) -> bool:
+        """What comes next in its prompt cannot be cut."""
+        return False
 
 
 class Sequences(Gate):
@@ -227,6 +236,7 @@ class LatencyGoal(Gate):
         """`goal` in seconds; `least`: tokens that a step holds whatever it is; `deep`: waiting tokens, in what a step
         may hold, from which on the queue comes first, 0: never."""
         self.goal, self.least, self.deep, self.pace = goal, least, deep, pace
+        self.is_whole: Callable[[Request], bool] = lambda request: False  # cannot be cut: would wait for all decodes
         self.grain = min(self.GRAIN, least)
         self.most = NO_LIMIT
         self.prompts = self.decodes = 0  # tokens of this step
@@ -256,7 +266,7 @@ class LatencyGoal(Gate):
         left = self._left()
         if self.divided and request.running:
             left -= left // 2
-        if request.end - request.planned == 1 or not self._num_decodes() or count <= left:
+        if request.end - request.planned == 1 or not self._num_decodes() or count <= left or self.is_whole(request):
             return count
         if request.running:
             return left if left > 0 else SKIP
@@ -309,8 +319,11 @@ class TenantTokens(Gate):
 
     KEPT, KEPT_AHEAD = 2, 4  # parts of its room, as their inverses
 
-    def __init__(self, shares: Shares, *, in_pieces: bool) -> None:
-        self.waiting, self.in_pieces = shares.waiting, in_pieces
+    def __init__(
+        self, shares: Shares, *, in_pieces: bool, is_whole: Callable[[Request], bool] = lambda request: False
+    ) -> None:
+        """`is_whole`: whether what comes next in its prompt cannot be cut."""
+        self.waiting, self.in_pieces, self.is_whole = shares.waiting, in_pieces, is_whole
         self.num_added = 0  # requests, when the last step began
         self.partial: dict[int, int] = {}  # tokens that prompts under way lack, by tenant, after the last step
         self.coming: dict[int, int] = {}  # the same, after this one
@@ -329,6 +342,8 @@ class TenantTokens(Gate):
     def admit(self, request: Request, count: int) -> int:
         missing = request.end - request.planned
         if missing <= 1 or not self._leaves(request.tenant) or (count >= missing and not request.running):
+            return count
+        if self.is_whole(request):
             return count
         needed, is_ahead = self._needed(request.tenant, count)
         return max(count - needed, count // (self.KEPT_AHEAD if is_ahead else self.KEPT), 1)
@@ -448,7 +463,9 @@ class NoSlivers(Gate):
             self.prompts += count
 
 
-def make_gates(settings: SchedulerSettings, pace: TokenPace, shares: Shares, holds: Holds) -> list[Gate]:
+def make_gates(
+    settings: SchedulerSettings, pace: TokenPace, shares: Shares, holds: Holds, encoder: WholeItems | None = None
+) -> list[Gate]:
     """In the order they are asked: those that judge the final count come last."""
     gates: list[Gate] = [holds, Sequences(settings.max_num_seqs), TenantRows(shares)]
     if settings.overlap is not None and settings.overlap < settings.depth:
@@ -457,10 +474,17 @@ def make_gates(settings: SchedulerSettings, pace: TokenPace, shares: Shares, hol
         gates.append(ChunkLimit(settings.long_prefill_threshold))
     gates.append(TokenBudget(settings.max_num_batched_tokens))
     if settings.latency_goal and settings.chunked_prefill:
-        gates.append(LatencyGoal(settings.latency_goal, settings.latency_tokens, settings.latency_deep, pace))
+        goal = LatencyGoal(settings.latency_goal, settings.latency_tokens, settings.latency_deep, pace)
+        if encoder is not None:
+            goal.is_whole = encoder.is_whole
+        gates.append(goal)
+    if encoder is None:
+        gates.append(TenantTokens(shares, in_pieces=settings.chunked_prefill))
+    else:
+        tokens = TenantTokens(shares, in_pieces=settings.chunked_prefill, is_whole=encoder.is_whole)
+        gates += [tokens, encoder]
     if not settings.chunked_prefill:
         gates.append(WholePrompts())
-    gates.append(TenantTokens(shares, in_pieces=settings.chunked_prefill))
     gates.append(NoSlivers(settings.max_num_batched_tokens))
     gates.append(
         PartialPrefills(

@@ -240,4 +240,4 @@ class KVCache:
 
 def num_encoder_tokens(request: Request) -> int:
     """What a cross-attention group must hold: all its media."""
-    return sum(length for _, length, _ in request.source.media_keys)
+    return sum(item.length for item in request.source.media)

@@ -15,6 +15,7 @@ Must not know: results, or stop rules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from quire.sched.adapter_slots import AdapterSlots
 from quire.sched.gates import CLOSED, SKIP, Holds, SchedulerLoad, TokenPace, make_gates
@@ -25,6 +26,9 @@ from quire.sched.shares import MOST_GIVEN_UP, Shares
 from quire.sched.tally import SchedulerCounts
 from quire.sched.tenants import Waiting
 from quire.schema.step import Grant, NewRow
+
+if TYPE_CHECKING:
+    from quire.sched.encoder_cache import EncoderCache
 
 MOST_SKIPPED = 64  # waiting requests that gates may turn away in one step before the rest is left for the next
 
@@ -38,6 +42,15 @@ class OpenPlan:
         self.grants: list[Grant] = []
         self.requests: list[Request] = []
         self.joined: list[NewRow] = []
+
+
+def make_encoder(settings: SchedulerSettings, running: Running) -> EncoderCache:
+    """For models that take media, or embeddings as prompts."""
+    from quire.sched.encoder_cache import EncoderCache  # lazy
+
+    longest = min(settings.max_num_batched_tokens, settings.long_prefill_threshold or settings.max_num_batched_tokens)
+    made: EncoderCache = EncoderCache(settings.encoder_tokens, longest, running, whole_items=settings.whole_media)
+    return made
 
 
 class Planner:
@@ -54,8 +67,9 @@ class Planner:
         self.waiting, self.running = Waiting(settings.tenant_credit), Running()
         self.shares = Shares(settings.max_num_seqs, self.running, self.waiting, kv)
         self.adapters = AdapterSlots(settings.max_loras, settings.max_cpu_loras) if settings.max_loras else None
+        self.encoder = make_encoder(settings, self.running) if settings.encoder_tokens else None
         further = [] if self.adapters is None else [self.adapters]
-        self.gates = [*further, *make_gates(settings, pace, self.shares, self.holds)]
+        self.gates = [*further, *make_gates(settings, pace, self.shares, self.holds, self.encoder)]
         self.blocked: tuple[Request, int] | None = None  # by a lack of blocks, in the last step; with its epoch then
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.drafts = settings.num_drafts > 0
@@ -87,6 +101,8 @@ class Planner:
         self.kv.release(request)
         if request.adapter is not None and self.adapters is not None:
             self.adapters.leave(request)
+        if self.encoder is not None and request.source.media:
+            self.encoder.leave(request)
         request.restart()
         request.running = False
         request.epoch += 1

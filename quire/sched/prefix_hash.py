@@ -47,7 +47,7 @@ class BlockHasher:
         for index in range(first, upto // size):
             start = index * size
             block = tokens[start : start + size]
-            extra = extra_keys(request, start, size) if request.media_keys or not index else []
+            extra = extra_keys(request, start, size) if request.media or not index else []
             if self.cbor:
                 parent = digest(_block_cbor(parent, block, extra))
             else:
@@ -64,9 +64,9 @@ def extra_keys(request: EngineRequest, start: int, size: int) -> list[Extra]:
         if request.lora_id or request.lora_name is not None:
             name = request.lora_name if request.lora_name is not None else f"#{request.lora_id}"
             keys.append(("l", name, request.lora_generation))
-    for position, length, key in request.media_keys:
-        if position < start + size and start < position + length:
-            keys.append(("m", key, position - start))
+    for item in request.media:
+        if item.offset < start + size and start < item.offset + item.length:
+            keys.append(("m", item.key, item.offset - start))
     return keys
 
 

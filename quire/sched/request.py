@@ -24,13 +24,18 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from quire.sched.adapter import LoadedAdapter
 from quire.sched.kv_cache import Holding
 from quire.sched.repetition import Repetition
+from quire.schema.media import MediaItem
 from quire.schema.messages import EngineRequest, FinishReason
 from quire.schema.params import PoolingParams, sampling_of
 from quire.schema.stats import RequestTimes
 from quire.schema.step import Grant, NewRow
+
+SMALL = 256  # bytes of an array that describes an item: the grid of its patches, for one
 
 
 class Request:
@@ -125,8 +130,17 @@ class Request:
             stop_token_ids=tuple(sorted(self.stops)),
             blocks=tuple(tuple(table) for table in self.holding.tables),
             lora_id=0 if self.adapter is None else self.adapter.slot,
+            media=described(source.media) if source.media else (),
             scope=f"{source.tenant}\0{source.lora_name or ''}\0{source.cache_salt or ''}" if scoped else "",
         )
+
+
+def described(media: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
+    """Without the arrays that only an encoder reads."""
+    return tuple([
+        replace(item, arrays={name: array for name, array in item.arrays.items() if len(array.data) <= SMALL})
+        for item in media
+    ])  # fmt: skip
 
 
 class Ending(NamedTuple):

@@ -31,7 +31,7 @@ from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import PoolingParams
-from quire.schema.stats import NO_DRAFTS, CacheStats, StepStats
+from quire.schema.stats import NO_DRAFTS, NO_LOOKUPS, CacheStats, StepStats
 from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, RowToken, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ class Scheduler:
         self.check_room(request)
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use by a request that has not finished")
+        if request.media:
+            self._check_media(request)
         length = len(request.prompt_token_ids)
         pooled = isinstance(request.params, PoolingParams)
         limit = length + 1 if pooled else min(length + request.max_tokens, settings.max_model_len)
@@ -108,6 +110,13 @@ class Scheduler:
             self.planner.adapters.admit_request(new)
         self.requests[new.id] = new
         self.planner.waiting.add(new)
+
+    def _check_media(self, request: EngineRequest) -> None:
+        encoder = self.planner.encoder
+        if encoder is not None:
+            encoder.check(request)
+        elif not self.kv.cross:
+            raise InputError("this model takes no media, and no embeddings as a prompt", param="multi_modal_data")
 
     def check_room(self, request: EngineRequest, *, num_paused: int = 0, num_paused_tokens: int = 0) -> None:
         """OverloadedError if too much waits already. `num_paused`: what waits elsewhere, as the engine is paused."""
@@ -164,6 +173,8 @@ class Scheduler:
             return False
         self.kv.moves.clear()
         self.kv.pool.clear()
+        if self.planner.encoder is not None:
+            self.planner.encoder.clear()
         return True
 
     def users_of(self, adapter: LoadedAdapter) -> list[str]:
@@ -193,6 +204,8 @@ class Scheduler:
         self.flights.append((self.step, filled.requests))
         left, self.planner.left = tuple(self.planner.left), []
         news, self.news = tuple(self.news), []
+        encoder = self.planner.encoder
+        encode, freed = ((), ()) if encoder is None else encoder.take_plan()
         return StepPlan(
             step=self.step,
             grants=tuple(filled.grants),
@@ -201,6 +214,8 @@ class Scheduler:
             total_tokens=sum([grant.count for grant in filled.grants]),
             sampled=news,
             moves=self.kv.moves.take() if self.kv.moves.waiting else (),
+            encode=encode,
+            free_encoded=freed,
             adapters=() if self.planner.adapters is None else self.planner.adapters.take_placements(),
         )
 
@@ -329,6 +344,8 @@ class Scheduler:
             if request.running:
                 planner.adapters.leave(request)
             planner.adapters.end_request(request)
+        if planner.encoder is not None and request.source.media:
+            planner.encoder.leave(request) if error is None else planner.encoder.spoil(request)
         if request.running:
             planner.running.remove(request)
             planner.left.append(request.id)
@@ -375,6 +392,7 @@ class Scheduler:
             running_adapters=running,
             waiting_adapters=waiting,
             drafts=tally.drafts.take() if self.drafts else NO_DRAFTS,
+            media=NO_LOOKUPS if self.planner.encoder is None else self.planner.encoder.take_counts(),
         )
         tally.queries = tally.hits = tally.prompt_tokens = tally.generated_tokens = tally.preempted = 0
         return report

@@ -48,6 +48,8 @@ class SchedulerSettings:
     events: bool = False
     max_loras: int = 0  # adapters in one step; 0: no request may have one
     max_cpu_loras: int = 0  # adapters in host memory
+    encoder_tokens: int = 0  # vectors of media that a step encodes, and that are kept; 0: no request may have media
+    whole_media: bool = False  # no item is split over two steps
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < 1 or self.max_num_seqs < 1 or self.max_model_len < 2:
@@ -61,6 +63,11 @@ class SchedulerSettings:
                 f"{self.max_model_len}: without chunked prefill a prompt must fit one step. Raise the first, lower "
                 "the second, or set enable_chunked_prefill=True",
                 param="max_num_batched_tokens",
+            )
+        if not self.chunked_prefill and 0 < self.encoder_tokens < self.max_num_batched_tokens:
+            raise ConfigError(
+                f"encoder_tokens={self.encoder_tokens} is less than max_num_batched_tokens="
+                f"{self.max_num_batched_tokens}: without chunked prefill a step must encode all media of a prompt"
             )
         if self.depth < 1 or (self.overlap is not None and not 1 <= self.overlap <= self.depth):
             raise ConfigError(f"depth={self.depth} must be at least 1 and overlap={self.overlap} between 1 and that")
@@ -105,6 +112,8 @@ class SchedulerSettings:
             hash_algorithm=cache.prefix_caching_hash_algo,
             hash_seed=_hash_seed(),
             events=events is not None and events.publishes,
+            encoder_tokens=options.encoder_cache_size if config.model_config.takes_media else 0,
+            whole_media=options.disable_chunked_mm_input,
             max_loras=0 if lora is None else lora.max_loras,
             max_cpu_loras=0 if lora is None else lora.max_cpu_loras or lora.max_loras,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.schema.media import MediaItem
 from quire.schema.params import PoolingParams, ResolvedParams, sampling_of
 from quire.schema.stats import RequestTimes, StartPhase, StepStats
 from quire.schema.step import LogprobRows, Pooled
@@ -38,7 +39,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     lora_name: str | None = None
     lora_path: str | None = None  # None: the engine has loaded it
     lora_generation: int = 0  # which load of all: what an earlier one has computed is another's. Set by the engine
-    media_keys: tuple[tuple[int, int, str], ...] = ()  # (first position, length, content hash) of each media item
+    media: tuple[MediaItem, ...] = ()  # in the order of their positions; ranges do not overlap
     trace_headers: dict[str, str] = {}
     continues: bool = False  # the prompt ends within an answer, which is gone on with
     thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show

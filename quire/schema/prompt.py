@@ -40,7 +40,7 @@ _KEYS = frozenset(TextPrompt.__annotations__) | frozenset(TokensPrompt.__annotat
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Text, ids, or both (text then is only echoed). Media join here later."""
+    """Text, ids, or both (text then is only echoed), and the media that their placeholders stand for."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -49,7 +49,13 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     media: Any = None
     media_uuids: Any = None
     media_options: dict[str, Any] | None = None
+    media_io_options: dict[str, Any] | None = None
+    loaded_media: Any = None  # what became of them, if that was done beforehand (media/inputs.py)
     embeds: Any = None
+
+    @property
+    def has_media(self) -> bool:
+        return self.media is not None or self.media_uuids is not None
 
     @classmethod
     def of(cls, source: object) -> Prompt:

@@ -21,10 +21,16 @@ class RequestTimes(msgspec.Struct, kw_only=True):
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Lookups in the prefix cache."""
+    """Lookups in a cache: prompt tokens in the prefix cache, or media items in the encoder cache."""
 
-    queries: int = 0  # prompt tokens looked up
-    hits: int = 0  # prompt tokens that were cached
+    queries: int = 0
+    hits: int = 0
+
+    def __add__(self, other: CacheStats) -> CacheStats:
+        return CacheStats(queries=self.queries + other.queries, hits=self.hits + other.hits)
+
+
+NO_LOOKUPS = CacheStats()
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +70,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     running_adapters: tuple[str, ...] = ()  # names of those that running requests have
     waiting_adapters: tuple[str, ...] = ()
     drafts: DraftStats = NO_DRAFTS
+    media: CacheStats = NO_LOOKUPS  # items, of which those that needed no encoding are hits
 
 
 class StartPhase(msgspec.Struct, frozen=True):

@@ -34,6 +34,7 @@ import enum
 import msgspec
 
 from quire.schema.adapters import AdapterPlacement
+from quire.schema.media import MediaItem
 from quire.schema.params import PoolingParams, ResolvedParams, sampling_of
 
 # In StepResult.failed: what a request asked for left it no token. The fault of the request, unlike any other reason.
@@ -53,6 +54,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks: tuple[tuple[int, ...], ...] = ()  # per group, the table before this plan's grant: the reused prefix
     lora_id: int = 0  # the slot of its adapter, which stays there while the row lives; 0: none
     num_encoder_tokens: int = 0  # of the encoder's output, which cross-attention groups hold
+    media: tuple[MediaItem, ...] = ()  # where its items stand, with no arrays but small ones (grids)
     scope: str = ""  # rows of the same scope may learn from each other's tokens; opaque
 
     @property
@@ -97,12 +99,12 @@ class Move(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     after: bool = False  # after the forward pass instead of before it
 
 
-class EncodeItem(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A media item to run through its encoder in this step; the worker keeps what comes out until it is freed."""
+class EncodeItem(msgspec.Struct, frozen=True, gc=False):
+    """A media item to run through its encoder in this step; the worker keeps what comes out until its key is freed. The
+    only message in which the arrays of an item reach a worker."""
 
-    key: str  # hash of its content
-    request_id: str
-    index: int  # among the request's media
+    request_id: str  # the first that needs it
+    item: MediaItem
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -114,7 +116,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampled: tuple[RowToken, ...] = ()  # since the plan before, where stages share the model
     moves: tuple[Move, ...] = ()
     encode: tuple[EncodeItem, ...] = ()
-    free_encoded: tuple[str, ...] = ()  # keys of encoded items that nobody needs any more
+    free_encoded: tuple[str, ...] = ()  # keys of encoded items to forget, before any of `encode`
     adapters: tuple[AdapterPlacement, ...] = ()
 
 

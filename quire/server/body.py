@@ -75,6 +75,9 @@ class _IdLists(msgspec.Struct):
     allowed_token_ids: msgspec.Raw = msgspec.Raw()
 
 
+_ID_LISTS = msgspec.json.Decoder(_IdLists)  # made here: threads that meet a struct first at once may end the process
+
+
 def read_body(model: type[Wire], raw: Raw, limits: JsonLimits) -> Wire:
     count = check_json(raw, limits)
     ids: dict[str, Any] = {}
@@ -193,7 +196,7 @@ def infinite_number(raw: Raw) -> bytes | None:
 def _take_ids(model: type[BaseModel], raw: Raw, count: int, limits: JsonLimits) -> tuple[bytes, dict[str, Any]]:
     """The body with short lists instead of its long lists of token ids, and these as arrays."""
     try:
-        id_lists = msgspec.json.decode(raw, type=_IdLists)
+        id_lists = _ID_LISTS.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise too_many_values(str(count), limits) from None  # whatever else is wrong with it
     lists = {name: _bytes(id_lists, name) for name in _IdLists.__struct_fields__ if name in model.model_fields}

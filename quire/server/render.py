@@ -14,7 +14,7 @@ import msgspec
 from pydantic import RootModel
 
 from quire.engine.inputs import PreparedRequest
-from quire.schema.errors import InputError
+from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.params import SamplingParams
 from quire.server.generate import NAMES, TokensRequest
 from quire.server.openai.chat_open import PreparedChat, chat_text, prepare_chat
@@ -48,6 +48,8 @@ async def render_chat_completion(call: HttpCall, request: ChatRequest) -> None:
     """The token ids and parameters of a chat request."""
     model = call.model
     prepared = await prepare_chat(call, request)
+    if prepared.prompt.has_media:
+        raise NotBuiltError("messages with media cannot be rendered to token ids alone", param="messages")
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     special = bool(prepared.request.add_special_tokens)
     requests = await prepare_requests(

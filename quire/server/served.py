@@ -76,6 +76,16 @@ class ServedModel:
             raise InputError("the server has no tokenizer (skip_tokenizer_init): only token ids can be sent and got")
         return tokenizer
 
+    @property
+    def takes_media(self) -> bool:
+        return self.engine.front.inputs.takes_media
+
+    @property
+    def media_order(self) -> str:
+        """Where media stand in content that is a string (text/chat.py)."""
+        options = self.config.model_config.multimodal_config
+        return "between" if options is not None and options.interleave_mm_strings else "first"
+
     @cached_property
     def keeps_special(self) -> tuple[bool, bool]:
         """Whether special tokens must stay in an answer's text: without tools, with them."""

@@ -3,8 +3,8 @@
 Owns: which template is used, its variables, how a last message is continued, and the form of messages: callers send
 OpenAI's dicts, and `normalize_messages` makes plain dicts of them that a template can read. In: a Tokenizer (its
 template and its special tokens) and what the caller sent. One rendering is a ChatJob, plain data that may be sent to
-another process; `render_job` runs it, here or there. Must not know: engines, HTTP, how media parts are handled (one
-hook, which refuses them until media are supported). jinja2 is loaded on the first rendering.
+another process; `render_job` runs it, here or there. Media parts are refused unless the caller has put what stands for
+them in their place (media/parts.py). Must not know: engines, HTTP, media. jinja2 is loaded on the first rendering.
 """
 
 from __future__ import annotations
@@ -37,21 +37,16 @@ _MARK = "QUIRE-CONTINUES-HERE "
 
 _MOST_DEPTH = 128  # of a tool call's arguments
 Part = dict[str, Any]
-MediaHook = Callable[[Part], Part | str]
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 _MEDIA_TYPES = ("image_url", "input_image", "image", "image_pil", "image_embeds", "input_audio", "audio_url", "audio",
-                "audio_embeds", "video_url", "video", "prompt_embeds", "file")  # fmt: skip
-
-
-def refuse_media(part: Part) -> Part | str:
-    raise NotBuiltError(
-        f"content parts of type {part['type']!r} (images, audio, video) are not supported yet", param="messages"
-    )
+                "audio_embeds", "video_url", "video", "video_embeds", "prompt_embeds", "file",
+                "input_file")  # fmt: skip
+WRITTEN = "written"  # key of a media part that was replaced: what stands for it in content that is a string
 
 
 @dataclass(frozen=True)
 class ChatJob:
-    """All that one rendering needs besides a media hook, as plain data: it may be sent to another process."""
+    """All that one rendering needs, as plain data: it may be sent to another process."""
 
     source: str  # the template's text
     messages: Sequence[Mapping[str, Any]]
@@ -59,6 +54,7 @@ class ChatJob:
     content_format: str = "auto"
     continues: bool = False  # the last message is continued
     mark: str = ""  # written around the model's parts, and at the very start if the template supports it
+    media: str = ""  # replaced parts: "first" puts them before a message's texts, "between" where they stand; "": none
 
 
 def render_chat(
@@ -72,14 +68,14 @@ def render_chat(
     template_kwargs: Mapping[str, Any] | None = None,
     content_format: str = "auto",
     documents: Sequence[Mapping[str, Any]] | None = None,
-    media: MediaHook = refuse_media,
     apart: Callable[[ChatJob], str] | None = None,
     mark: str = "",
+    media: str = "",
 ) -> str:
     """The rendered prompt. It contains its special tokens, so encode it with add_special_tokens=False.
 
     `apart`: the template came with a request; this parses and renders it in a process with limits (template_child.py).
-    `mark`: the text is for `find_answers`.
+    `mark`: the text is for `find_answers`. `media`: parts of media were replaced, see ChatJob.
     """
     if add_generation_prompt and continue_final_message:
         raise InputError(
@@ -98,8 +94,8 @@ def render_chat(
         "documents": _checked_list("documents", documents),
         "add_generation_prompt": add_generation_prompt,
     }
-    job = ChatJob(source, messages, variables, _checked_format(content_format), continue_final_message, mark)
-    return render_job(job, media=media) if apart is None else apart(job)
+    job = ChatJob(source, messages, variables, _checked_format(content_format), continue_final_message, mark, media)
+    return render_job(job) if apart is None else apart(job)
 
 
 def requested_job(tokenizer: Tokenizer, chat_template: str) -> ChatJob:
@@ -117,7 +113,7 @@ def check_requested(chat_template: str) -> None:
         )
 
 
-def render_job(job: ChatJob, limits: TemplateLimits | None = None, *, media: MediaHook = refuse_media) -> str:
+def render_job(job: ChatJob, limits: TemplateLimits | None = None) -> str:
     """Parse the template, convert the messages to the form it expects, render it."""
     from quire.text.template_facts import read_facts  # lazy
 
@@ -128,7 +124,7 @@ def render_job(job: ChatJob, limits: TemplateLimits | None = None, *, media: Med
         as_parts=as_parts,
         wrap_strings=as_parts and not facts.tests_string,
         keep_none=facts.tests_none,
-        media=media,
+        media=job.media,
     )
     if job.continues:
         _mark_last(plain[-1])
@@ -277,10 +273,10 @@ def normalize_messages(
     as_parts: bool,
     wrap_strings: bool,
     keep_none: bool,
-    media: MediaHook = refuse_media,
+    media: str = "",
 ) -> list[dict[str, Any]]:
     """`as_parts`: lists of parts stay lists; else their texts are joined. `wrap_strings`: a string becomes one part.
-    `keep_none`: no content stays None; else it is empty content."""
+    `keep_none`: no content stays None; else it is empty content. `media`: as in ChatJob."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InputError(f"messages must be a list of dicts, got {type(messages).__name__}", param="messages")
     if not messages:
@@ -296,8 +292,8 @@ def normalize_messages(
             if wrap_strings:
                 clean["content"] = [{"type": "text", "text": content}]
         else:
-            parts = [_part(part, number, media) for part in content]
-            clean["content"] = parts if as_parts else "\n".join(map(_text_of, parts))
+            parts = [_part(part, number, bool(media)) for part in content]
+            clean["content"] = list(map(_shown, parts)) if as_parts else _joined(parts, media)
         converted.append(clean)
     return converted
 
@@ -375,7 +371,7 @@ def _call_as_data(call: Any, where: str) -> Any:
     return {**call, "function": {**function, "arguments": data}}
 
 
-def _part(part: Any, number: int, media: MediaHook) -> Part:
+def _part(part: Any, number: int, has_media: bool) -> Part:
     where = f"messages[{number}]"
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -392,10 +388,32 @@ def _part(part: Any, number: int, media: MediaHook) -> Part:
             )
         return {"type": "thinking", "thinking": text} if kind == "thinking" else {"type": "text", "text": text}
     if kind in _MEDIA_TYPES:
-        placed = media({**part, "type": kind})
-        return {"type": "text", "text": placed} if isinstance(placed, str) else placed
+        if not has_media or WRITTEN not in part:
+            raise NotBuiltError(
+                f"content parts of type {kind!r} (images, audio, video) are not supported by this model",
+                param="messages",
+            )
+        return dict(part)
     raise InputError(f"{where} has a content part of unknown type {kind!r}", param="messages", value=kind)
 
 
 def _text_of(part: Part) -> str:
-    return str(part.get("text", part.get("thinking", "")))
+    return str(part.get("text", part.get("thinking", part.get(WRITTEN, ""))))
+
+
+def _shown(part: Part) -> Part:
+    """A replaced part as templates expect it: its type alone."""
+    return {"type": part["type"]} if WRITTEN in part else part
+
+
+def _joined(parts: Sequence[Part], media: str) -> str:
+    """Content as a string. A placeholder that the text has already is not written again."""
+    if media != "first" or not any(WRITTEN in part for part in parts):
+        return "\n".join(map(_text_of, parts))
+    text = "\n".join(_text_of(part) for part in parts if WRITTEN not in part)
+    before, seen = list[str](), dict[str, int]()
+    for written in (part[WRITTEN] for part in parts if WRITTEN in part):
+        seen[written] = seen.get(written, 0) + 1
+        if seen[written] > text.count(written):
+            before.append(written)
+    return "\n".join([*before, text] if text else before)

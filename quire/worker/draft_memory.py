@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 
 from quire.attention.backend import AttentionBackend
 from quire.layers.batch import Batch
 from quire.schema.kv import KVSpec
+from quire.schema.params import ResolvedParams
 from quire.schema.step import NewRow, StepPlan
 from quire.worker.inputs import StepShape, build
 from quire.worker.kv_memory import KVMemory
@@ -25,13 +25,13 @@ from quire.worker.rows import Rows
 from quire.worker.trial import scratch_layout
 
 if TYPE_CHECKING:
-    from quire.models.build import Model
+    from quire.worker.kv_memory import BindsKV
 
 
 class DraftMemory:
     def __init__(
         self,
-        model: Model,
+        model: BindsKV,
         specs: Sequence[KVSpec],
         backend: AttentionBackend,
         *,
@@ -56,9 +56,16 @@ class DraftMemory:
 
     def begin(self, new: NewRow) -> None:
         if len(new.token_ids) < self.max_len:
-            plain = msgspec.structs.replace(new, blocks=(), lora_id=0, num_encoder_tokens=0)
-            self.rows.apply(StepPlan(step=0, grants=(), joined=(plain,)))
-            self._blocks[new.request_id], self.computed[new.request_id] = [], 0
+            self.open(new.request_id, new.token_ids)
+
+    def open(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """A text that is short enough."""
+        row = NewRow(
+            request_id=request_id, epoch=0, token_ids=tuple(token_ids), num_prompt_tokens=len(token_ids),
+            params=ResolvedParams(), seed=0,
+        )  # fmt: skip
+        self.rows.apply(StepPlan(step=0, grants=(), joined=(row,)))
+        self._blocks[request_id], self.computed[request_id] = [], 0
 
     def end(self, request_id: str) -> None:
         if request_id in self.computed:

@@ -5,8 +5,10 @@ In: SpeculativeConfig and a runner. Out: the runner drafts. Must not know: how a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from quire.base import registry
 from quire.base.log import logger
@@ -17,7 +19,7 @@ from quire.drafting.proposer import METHODS, NOTHING, ModelProposer, Proposal, P
 from quire.schema.errors import ConfigError
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
-from quire.worker.drafts import Drafts, used_processor
+from quire.worker.drafts import Drafts, ReadsStates, used_processor
 
 if TYPE_CHECKING:
     from quire.worker.drafters import Drafter
@@ -34,8 +36,9 @@ def draft_as_configured(
     """`drafter`: the model of methods that have one."""
     most = config.num_speculative_tokens or 0
     proposer = make_proposer(config) if drafter is None else drafter.proposer(runner.kv.layout, max_model_len)
+    inner = None if drafter is None else drafter.inner_states(runner.model)
     if not config.adaptive:
-        runner.draft_with(Drafts(proposer, runner.rows, most))
+        _start(runner, Drafts(proposer, runner.rows, most), inner)
         return
     lengths = DraftLengths(config)
     seconds = probe(runner, most, max_model_len)
@@ -43,7 +46,12 @@ def draft_as_configured(
     priced = None
     if isinstance(proposer, ModelProposer):
         priced = proposer, DraftBudget(lengths, probe_drafter(proposer) / max(1e-9, seconds[0]))
-    runner.draft_with(Drafts(proposer, runner.rows, most, lengths, priced))
+    _start(runner, Drafts(proposer, runner.rows, most, lengths, priced), inner)
+
+
+def _start(runner: ModelRunner, drafts: Drafts, inner: Callable[[], Tensor] | None) -> None:
+    drafts.inner_states = inner
+    runner.draft_with(drafts)
 
 
 def probe_drafter(proposer: ModelProposer) -> float:
@@ -52,9 +60,11 @@ def probe_drafter(proposer: ModelProposer) -> float:
         request_id="probe", epoch=0, token_ids=(0,), num_prompt_tokens=1, params=ResolvedParams(), seed=0
     )  # fmt: skip
     proposer.begin(row)
-    proposer.propose(["probe"], 1)
     seconds = []
-    for _ in range(_ROUNDS):
+    for i in range(_ROUNDS + 1):
+        if isinstance(proposer, ReadsStates):
+            proposer.read("probe", i, proposer.a_state())
+        proposer.extend("probe", [0])
         began = used_processor()
         proposer.propose(["probe"], 2)
         seconds.append((used_processor() - began) / 2)

@@ -6,19 +6,27 @@ layout is known. Must not know: how a proposer works, budgets of a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from quire.base.log import logger
 from quire.config.engine import replace
 from quire.drafting.proposer import Proposer
+from quire.loader.drafters import HeadDrafter, make_head
+from quire.models.decoder import Decoder
+from quire.models.draft_heads import MedusaHeads, MlpSpeculator
+from quire.models.draft_layers import FeatureDrafter
 from quire.ops.op import Kernels
 from quire.quant.shard import ALONE
 from quire.schema.kv import KVLayout, KVSpec
+from quire.worker.draft_features import FeatureProposer
+from quire.worker.draft_heads import HeadProposer
 from quire.worker.draft_memory import DraftMemory
 from quire.worker.draft_model import DraftModel
+from quire.worker.kv_memory import BindsKV
 from quire.worker.kv_scales import kv_dtype_of
 
 if TYPE_CHECKING:
@@ -30,13 +38,20 @@ _log = logger(__name__)
 
 
 class Drafter:
-    """A loaded draft model."""
+    """A loaded drafter: a draft model, or a head that reads the hidden states of the model."""
 
-    def __init__(self, model: Model, config: EngineConfig, parts: WorkerParts, device: torch.device) -> None:
-        """`config`: the draft model's own."""
+    def __init__(
+        self, model: Model | HeadDrafter, config: EngineConfig, parts: WorkerParts, device: torch.device
+    ) -> None:
+        """`config`: the drafter's own; of method mtp that of the model."""
         self.model, self._config, self._parts, self._device = model, config, parts, device
-        cache = config.cache_config
-        self.specs = tuple(model.kv_specs(cache.block_size, kv_dtype_of(config)))
+        self.specs: tuple[KVSpec, ...] = ()
+        if not isinstance(model, MedusaHeads | MlpSpeculator):
+            self.specs = tuple(model.kv_specs(config.cache_config.block_size, kv_dtype_of(config)))
+
+    def reload(self) -> None:
+        """Read its weights again, in place. What it computed for rows with the old ones stays: drafts are verified."""
+        self._parts.reload_weights(self.model, self._config)
 
     def leave(self, num_bytes: int, specs: Sequence[KVSpec]) -> int:
         """What is left of a budget for the KV of the model: both get memory for the same number of tokens."""
@@ -45,6 +60,27 @@ class Drafter:
 
     def proposer(self, layout: KVLayout, max_model_len: int) -> Proposer:
         """`layout`: of the model that is drafted for, whose KV memory ours is measured by."""
+        if isinstance(self.model, MedusaHeads | MlpSpeculator):
+            return HeadProposer(self.model)
+        most_tokens = self._config.scheduler_config.max_num_batched_tokens
+        memory = self._memory(self.model, layout, max_model_len)
+        if isinstance(self.model, FeatureDrafter):
+            return FeatureProposer(self.model, memory, most_tokens)
+        return DraftModel(self.model, memory, most_tokens)
+
+    def inner_states(self, model: Model) -> Callable[[], Tensor] | None:
+        """What the drafter reads of the model's inside, of its latest step; None: nothing."""
+        if not isinstance(self.model, FeatureDrafter) or not self.model.taps:
+            return None
+        assert isinstance(model, Decoder)  # others have no such drafter
+        taps = model.tap(self.model.taps)
+
+        def states() -> Tensor:
+            return torch.cat([tap.state for tap in taps if tap.state is not None], -1)
+
+        return states
+
+    def _memory(self, model: BindsKV, layout: KVLayout, max_model_len: int) -> DraftMemory:
         config, theirs = self._config, max(1, _token_bytes(layout.specs))
         block_bytes = sum(spec.page_bytes for spec in self.specs)
         max_len = min(config.model_config.max_model_len, max_model_len)
@@ -52,32 +88,33 @@ class Drafter:
         most = max_rows * -(-(max_len + 1) // config.cache_config.block_size)
         num_bytes = layout.total_bytes * _token_bytes(self.specs) // theirs
         num_blocks = min(most, num_bytes // max(1, block_bytes))
-        _log.info("Draft model: %d KV blocks, %.2f GiB", num_blocks, num_blocks * block_bytes / 2**30)
+        _log.info("Drafter: %d KV blocks, %.2f GiB", num_blocks, num_blocks * block_bytes / 2**30)
         backend = self._parts.select_backend(self._device.type, self.specs, config.attention_config.backend)
-        memory = DraftMemory(
-            self.model, self.specs, backend, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len,
-            device=self._device,
+        return DraftMemory(
+            model, self.specs, backend, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len, device=self._device,
         )  # fmt: skip
-        return DraftModel(self.model, memory, config.scheduler_config.max_num_batched_tokens)
 
 
 def _token_bytes(specs: Sequence[KVSpec]) -> int:
     return sum(spec.token_bytes for spec in specs)
 
 
-def load_drafter(config: EngineConfig, kernels: Kernels, parts: WorkerParts) -> Drafter | None:
-    """None: the method has no model."""
+def load_drafter(config: EngineConfig, kernels: Kernels, parts: WorkerParts, target: Model) -> Drafter | None:
+    """`target`: the model that is drafted for. None: the method has no model."""
     speculative = config.speculative_config
-    if speculative is None or speculative.drafter is None:
+    if speculative is None or not speculative.has_drafter:
         return None
-    changes = {
-        "model_config": speculative.drafter.model_config,
-        "load_config": speculative.drafter.load_config,
-        "cache_config.cache_dtype": speculative.drafter.cache_dtype,
-        "speculative_config": None,
-        "lora_config": None,
-    }
+    changes: dict[str, Any] = {"speculative_config": None, "lora_config": None}
+    if speculative.drafter is not None:
+        changes |= {
+            "model_config": speculative.drafter.model_config,
+            "load_config": speculative.drafter.load_config,
+            "cache_config.cache_dtype": speculative.drafter.cache_dtype,
+        }
     own = replace(config, **changes)
-    model = parts.make_model(own, kernels, ALONE)
+    if speculative.method == "draft_model":
+        model: Model | HeadDrafter = parts.make_model(own, kernels, ALONE)
+    else:
+        model = make_head(speculative.method or "", own, target, kernels)
     parts.reload_weights(model, own)
     return Drafter(model, own, parts, kernels.device)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.schema.step import Grant, Mask, StepPlan
 from quire.worker.rows import Rows
@@ -25,6 +26,19 @@ if TYPE_CHECKING:
     from quire.drafting.budget import DraftBudget
     from quire.drafting.lengths import DraftLengths
     from quire.drafting.proposer import ModelProposer, Proposal, Proposer
+    from quire.worker.inputs import StepShape
+
+
+@runtime_checkable
+class ReadsStates(Protocol):
+    """A proposer that drafts from hidden states of the model."""
+
+    def a_state(self) -> Tensor:
+        """[1, width] zeros, as `read` takes them."""
+
+    def read(self, request_id: str, start: int, states: Tensor) -> None:
+        """A row has computed these [n, width], from this position on, those of wrong drafts included. Tokens that
+        were kept follow with `extend`, if the row sampled."""
 
 
 class Drafts:
@@ -39,6 +53,8 @@ class Drafts:
         """`most`: drafts per row. `lengths`: how many of them are worth it; None: all. `drafter`: the proposer again,
         if it has to be worth its own cost too."""
         self._proposer, self._rows, self._most = proposer, rows, most
+        self.reader: ReadsStates | None = proposer if isinstance(proposer, ReadsStates) else None
+        self.inner_states: Callable[[], Tensor] | None = None  # what the reader wants of a step; None: what it gives
         self.lengths, self._drafter = lengths, drafter
         self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
         self._began = 0.0
@@ -94,6 +110,12 @@ class Drafts:
             at += grant.num_drafts + 1
         return keeps
 
+    def read(self, shape: StepShape, hidden: Tensor, reader: ReadsStates) -> None:
+        """What a step computed, before it is known what its rows said."""
+        states = hidden if self.inner_states is None else self.inner_states()
+        for row, start, count, end in zip(*map(np.ndarray.tolist, _spans(shape)), strict=True):
+            reader.read(self._rows.request_of[row], start, states[end - count : end])
+
     def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool) -> None:
         """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too."""
         names, lengths, most = list(sampled), self.lengths, self._most
@@ -137,6 +159,10 @@ class Drafts:
         for name, proposal, count in zip(names, proposals, counts, strict=True):
             if count and proposal.token_ids:
                 self.of[name] = list(proposal.token_ids[:count])
+
+
+def _spans(shape: StepShape) -> tuple[np.ndarray, ...]:
+    return shape.rows, shape.starts, shape.counts, shape.ends
 
 
 def used_processor() -> float:

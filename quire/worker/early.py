@@ -51,7 +51,8 @@ class Early:
         self.manifest = Manifest(about(config, rank, num_workers), self.folder)
         self.compilers: Compilers | None = None
         self._key: Future[str] = Future()
-        device = config.parallel_config.place_here * num_workers + rank
+        here = num_workers // config.parallel_config.nnodes
+        device = config.parallel_config.place_here * here + rank % here
         for work in (partial(start_cuda, device), self._read_triton):
             threading.Thread(target=work, name="early start", daemon=True).start()
         if not self.manifest.current and (count := num_children() // num_workers) > 0:

@@ -124,10 +124,11 @@ def sampled_of(shape: StepShape, rows: Rows) -> tuple[np.ndarray, np.ndarray, li
     return shape.rows[places.entries], places.positions, shape.grants[places.entries].tolist()
 
 
-def refuse_unbuilt(plan: StepPlan, *, drafts: bool) -> None:
-    """NotBuiltError for what a plan may ask and this worker cannot do. `drafts`: it can check those."""
-    if plan.encode or plan.free_encoded:
-        raise NotBuiltError(f"a plan has {len(plan.encode)} media items to encode, and this version cannot")
+def refuse_unbuilt(plan: StepPlan, *, drafts: bool, media: bool) -> None:
+    """NotBuiltError for what a plan may ask and this worker cannot do. `drafts`: it can check those. `media`: it has an
+    encoder."""
+    if not media and (plan.encode or plan.free_encoded):
+        raise NotBuiltError(f"a plan has {len(plan.encode)} media items to encode, and this worker has no encoder")
     if not drafts and any(grant.num_drafts for grant in plan.grants):
         raise NotBuiltError("this version cannot check drafts (speculative_config)", param="speculative_config")
     for new in plan.joined:

@@ -8,8 +8,8 @@ never pays for it. Must not know: what is written there, whose blocks these are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,10 +23,13 @@ from quire.schema.errors import ConfigError
 from quire.schema.kv import KVLayout
 from quire.worker.gpu_memory import does_not_fit
 
-if TYPE_CHECKING:
-    from quire.models.build import Model
-
 _COPY_BYTES = 1 << 26  # largest temporary of a copy between device and host
+
+
+class BindsKV(Protocol):
+    """A model, as its memory knows it."""
+
+    def bind_kv(self, caches: Mapping[str, LayerCache], groups: Mapping[str, int]) -> None: ...
 
 
 class KVMemory:
@@ -37,7 +40,7 @@ class KVMemory:
         self._word = next(word for word in (torch.int64, torch.int32, torch.uint8) if not _rest(layout, word))
         self._pages = [slot.view(self._word) for slot in self.slots]
 
-    def bind(self, backend: AttentionBackend, model: Model) -> dict[str, LayerCache]:
+    def bind(self, backend: AttentionBackend, model: BindsKV) -> dict[str, LayerCache]:
         """Hand every layer its cache, views of this memory; by the layer's name."""
         specs = {spec.layer: spec for spec in self.layout.specs}
         caches = {

@@ -6,6 +6,7 @@ In: a resolved EngineConfig. Out: a Worker, not loaded yet. An executor comes he
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,6 @@ from quire.base.plugins import call_plugins
 from quire.loader.load import cache_scales, make_model, reload_weights, update_config
 from quire.ops.cpu.forms import register
 from quire.ops.op import Kernels
-from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.worker.threads import bind, num_threads
 from quire.worker.worker import Job, Worker, WorkerParts
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quire.models.build import Model
     from quire.worker.adapters import WorkerAdapters
     from quire.worker.early import Early
-    from quire.worker.pipe import Link
+    from quire.worker.media import MediaEncoder
 
 _log = logger(__name__)
 
@@ -60,8 +60,18 @@ def make_adapters(model: Model, config: EngineConfig, kernels: Kernels) -> Worke
     return made
 
 
+def make_encoder(config: EngineConfig, kernels: Kernels) -> MediaEncoder | None:
+    """Of a model that takes media, or None where its requests bring vectors at most."""
+    if not config.model_config.takes_encoder:
+        return None
+    from quire.loader.media import make_encoder as make  # lazy
+
+    made: MediaEncoder | None = make(config, kernels)
+    return made
+
+
 PARTS = WorkerParts(
-    make_model, reload_weights, update_config, select_backend, record, watch, cache_scales, make_adapters
+    make_model, reload_weights, update_config, select_backend, record, watch, cache_scales, make_adapters, make_encoder
 )
 
 
@@ -78,7 +88,8 @@ def build_worker(
     device, laps = torch.device(config.device_config.device), laps or Laps()
     parallel = config.parallel_config
     # among the workers of all engines of this machine
-    place, num_places = parallel.place_here * num_workers + rank, parallel.num_engines_here * num_workers
+    here = num_workers // parallel.nnodes
+    place, num_places = parallel.place_here * here + rank % here, parallel.num_engines_here * here
     if device.type == "cuda":
         with laps.inside("device"):
             device = set_up_gpu(laps, place, num_places)
@@ -88,19 +99,14 @@ def build_worker(
     if device.type == "cpu":
         register(threads)
     made = worker_class(config.parallel_config.worker_extension_cls)
-    group, link = _join(config, rank, num_workers, meeting, device)
-    return made(config, device, PARTS, laps, early, group, link)
-
-
-def _join(
-    config: EngineConfig, rank: int, num_workers: int, meeting: str, device: torch.device
-) -> tuple[ShardGroup, Link | None]:
     if num_workers == 1:
-        return ALONE, None
+        return made(config, device, PARTS, laps, early)
     from quire.worker.ranks import join  # lazy
 
-    joined = join(rank, num_workers, meeting, device, config.parallel_config.pipeline_parallel_size)
-    return joined.group, joined.link
+    joined = join(rank, num_workers, meeting, device, parallel.pipeline_parallel_size)
+    placement = parallel.expert_placement_strategy if parallel.enable_expert_parallel else ""
+    group = replace(joined.group, placement=placement)
+    return made(config, device, PARTS, laps, early, group, joined.link, joined.gather)
 
 
 def set_up_gpu(laps: Laps, rank: int = 0, num_workers: int = 1) -> torch.device:

@@ -10,28 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, distributed
 
 from quire.base import env
+from quire.base.lifeline import address_towards, interface_of
 from quire.base.log import logger
 from quire.quant.shard import ShardGroup, as_it_is
 from quire.schema.errors import ConfigError
 from quire.worker.pipe import Link, Sent
 
 _log = logger(__name__)
+LAUNCHED = "env://"  # in place of a meeting: as the variables of a launcher say
 
 
 class Joined(NamedTuple):
     group: ShardGroup
     link: Link | None  # None: one stage
+    gather: Callable[[int], list[int]] | None = None  # only where each rank has an engine of its own
 
 
 def join(rank: int, size: int, meeting: str, device: torch.device, stages: int = 1) -> Joined:
     """Returns once all ranks are there. The ranks of a stage follow each other."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    env.keep_on_this_host()
+    if meeting == LAUNCHED:
+        return _join_launched(rank, size, backend)
+    _choose_interface(meeting)
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
     distributed.init_process_group(
         backend, init_method=meeting, rank=rank, world_size=size, timeout=limit,
@@ -48,6 +54,45 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
         reduce = _sum_over(groups[stage])
     return Joined(ShardGroup(own, share, reduce, stage, stages), _ProcessLink(rank - share, rank + share))
+
+
+def _join_launched(rank: int, size: int, backend: str) -> Joined:
+    """Among programs that a launcher has started, which may be ranks of several engines, one after another. A process
+    group that the program has made already is used."""
+    limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
+    if not distributed.is_initialized():
+        if env.LOCAL_WORLD_SIZE.get() in (None, env.WORLD_SIZE.get()):
+            env.keep_on_this_host()
+        distributed.init_process_group(backend, init_method=LAUNCHED, timeout=limit)
+    total = distributed.get_world_size()
+    engines = [range(first, first + size) for first in range(0, total, size)]
+    groups = [distributed.new_group(ranks, timeout=limit, backend=backend) for ranks in engines]
+    talks = [distributed.new_group(ranks, timeout=limit, backend="gloo") for ranks in engines]
+    own = distributed.get_rank() // size
+    _log.info("Rank %d of %d, launched from outside (%s)", rank, size, backend)
+    return Joined(ShardGroup(rank, size, _sum_over(groups[own])), None, _gather_over(talks[own]))
+
+
+def _gather_over(group: Any) -> Callable[[int], list[int]]:
+    def gather(number: int) -> list[int]:
+        """What each rank says, by rank."""
+        own = torch.tensor([number], dtype=torch.int64)
+        numbers = [torch.zeros_like(own) for _ in range(distributed.get_world_size(group))]
+        distributed.all_gather(numbers, own, group=group)
+        return [int(one) for one in numbers]
+
+    return gather
+
+
+def _choose_interface(meeting: str) -> None:
+    """Ranks of one host meet in a file, those of several at an address of the first."""
+    url = urlsplit(meeting)
+    if url.scheme != "tcp" or not url.hostname:
+        env.keep_on_this_host()
+        return
+    name = interface_of(env.HOST_IP.get() or address_towards(url.hostname))
+    if name is not None:
+        env.use_interface(name)
 
 
 class _ProcessLink:

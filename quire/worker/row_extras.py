@@ -1,13 +1,14 @@
 """What some requests bring beside their tokens: vectors in place of embeddings, and positions of several channels.
 
-Owns both by request, for as long as it has a row. In: vectors of encoded media or given embeddings, on the device that
-computes; channels of positions (M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings
-any, nothing is looked up. Must not know: who made them, models.
+Owns both by request, for as long as it has a row. In: which of its positions take vectors, and the key of those, whose
+vectors (of encoded media or given embeddings, on the device that computes) somebody else keeps; channels of positions
+(M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings any, nothing is looked up. Must
+not know: who made them, models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,17 +28,27 @@ class _Channels(NamedTuple):
     shift: int  # what later positions are moved by, in every channel
 
 
+class _PlacedVectors(NamedTuple):
+    positions: np.ndarray  # [n] rising
+    key: str  # of the [n, width] vectors that stand there
+
+
 class RowExtras:
-    def __init__(self) -> None:
-        self._vectors: dict[str, list[tuple[int, Tensor]]] = {}  # by request: (first position, [n, width])
+    def __init__(self, encoded: Mapping[str, Tensor]) -> None:
+        """`encoded`: vectors by key, of every item whose positions a step computes."""
+        self._encoded = encoded
+        self._places: dict[str, list[_PlacedVectors]] = {}  # by request
         self._channels: dict[str, _Channels] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._vectors or self._channels)
+        return bool(self._places or self._channels)
 
-    def give(self, request_id: str, start: int, vectors: Tensor) -> None:
-        """These vectors stand at positions [start, start + n) in place of token embeddings."""
-        self._vectors.setdefault(request_id, []).append((start, vectors))
+    def place(self, request_id: str, positions: np.ndarray, key: str) -> None:
+        """The vectors of this key stand at these positions, in place of token embeddings."""
+        self._places.setdefault(request_id, []).append(_PlacedVectors(positions, key))
+
+    def keys_of(self, request_id: str) -> list[str]:
+        return [placed.key for placed in self._places.get(request_id, ())]
 
     def set_channels(self, request_id: str, known: np.ndarray, shift: int) -> None:
         """Channels [C, n] of the first n positions; every channel of a later position p is p + shift."""
@@ -47,18 +58,21 @@ class RowExtras:
         self._channels[request_id] = _Channels(known, shift)
 
     def forget(self, request_id: str) -> None:
-        self._vectors.pop(request_id, None)
+        self.forget_vectors(request_id)
         self._channels.pop(request_id, None)
+
+    def forget_vectors(self, request_id: str) -> None:
+        self._places.pop(request_id, None)
 
     def vectors_of(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray) -> StepVectors | None:
         """Of rows in the order of a step; None: these tokens have none."""
         places, vectors, first = [], [], 0
         for name, start, count in zip(names, starts.tolist(), counts.tolist(), strict=True):
-            for at, own in self._vectors.get(name, ()):
-                low, high = max(start, at), min(start + count, at + len(own))
+            for positions, key in self._places.get(name, ()):
+                low, high = np.searchsorted(positions, (start, start + count))
                 if low < high:
-                    places.append(np.arange(low, high) + (first - start))
-                    vectors.append(own[low - at : high - at])
+                    places.append(positions[low:high] + (first - start))
+                    vectors.append(self._encoded[key][low:high])
             first += count
         if not places:
             return None

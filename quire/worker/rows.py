@@ -124,6 +124,7 @@ class Rows:
         self.adapters = np.zeros(max_rows, np.int32)  # 0: none
         self.has_adapters = False
         self.extras: RowExtras | None = None  # until a request brings some
+        self.encoded: dict[str, Tensor] = {}  # vectors of media by key; filled and freed by whoever encodes them
         self.tables = [BlockTable(group, max_rows, width) for group in groups]
         self.row_of: dict[str, int] = {}
         self.request_of: list[str] = []  # row -> request id
@@ -132,7 +133,7 @@ class Rows:
     def make_extras(self) -> RowExtras:
         """What requests bring beside tokens is put here, before their first step."""
         if self.extras is None:
-            self.extras = RowExtras()
+            self.extras = RowExtras(self.encoded)
         return self.extras
 
     @property

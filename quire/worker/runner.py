@@ -45,6 +45,7 @@ from quire.worker.rows import Rows
 if TYPE_CHECKING:
     from quire.models.build import Model
     from quire.worker.adapters import WorkerAdapters
+    from quire.worker.media import WorkerMedia
     from quire.worker.pipe import Pipe
 
 _LOGIT_BYTES = 1 << 26  # largest temporary for the logits of prompt positions
@@ -143,11 +144,12 @@ class ModelRunner:
         scaled: Mapping[str, ScaledCache] | None = None,  # caches with scales per layer, by the layer's name
         adapters: WorkerAdapters | None = None,  # None: no plan may place one
         pipe: Pipe | None = None,  # None: all layers are here
+        media: WorkerMedia | None = None,  # None: no request may have any
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
         self.adapter_graphs = adapter_graphs
-        self.copies, self.adapters = BlockCopies(kv), adapters
+        self.copies, self.adapters, self.media = BlockCopies(kv), adapters, media
         self._download = downloader(rows.tokens.device)
         self.scaled = scaled or {}
         self.drafts: Drafts | None = None
@@ -163,7 +165,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> None:
         began = now()
         self._flight = None
-        refuse_unbuilt(plan, drafts=self.drafts is not None)
+        refuse_unbuilt(plan, drafts=self.drafts is not None, media=self.media is not None)
         moves = plan.moves
         if moves:
             self.copies.check(moves)
@@ -179,6 +181,8 @@ class ModelRunner:
             self.drafts.follow(plan)
         for name in plan.left:
             self._lost.pop(name, None)
+        if self.media is not None and (plan.joined or plan.encode or plan.free_encoded or self.media.failed):
+            self._lost |= self.media.follow(plan)
         refused = self.sampler.update(changes.removed, changes.added, changes.moved, self.rows.num_rows)
         self._lose(refused)
         if plan.grants:
@@ -286,8 +290,11 @@ class ModelRunner:
             pending.ready = torch.cuda.Event()
             pending.ready.record()
         pending.seconds = flight.seconds + now() - began
-        if self.drafts is not None and pending.token_ids is not None:
-            self._draft(flight, pending, self.drafts)
+        if self.drafts is not None:
+            if self.drafts.reader is not None and flight.hidden is not None:
+                self.drafts.read(flight.shape, flight.hidden, self.drafts.reader)
+            if pending.token_ids is not None:
+                self._draft(flight, pending, self.drafts)
         return pending
 
     @torch.inference_mode()

@@ -29,6 +29,7 @@ from quire.ops.op import Kernels
 from quire.quant.shard import ALONE, ShardGroup
 from quire.sampling.sampler import Sampler
 from quire.schema.adapters import AdapterRead, AdapterSource
+from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from quire.worker.adapters import WorkerAdapters
     from quire.worker.drafters import Drafter
     from quire.worker.early import Early
+    from quire.worker.media import MediaEncoder, WorkerMedia
     from quire.worker.pipe import Link, Pipe
     from quire.worker.pooling_runner import PendingPooled, PoolingRunner
 
@@ -81,12 +83,16 @@ def _no_adapters(model: Model, config: EngineConfig, kernels: Kernels) -> Worker
     return None
 
 
+def _no_encoder(config: EngineConfig, kernels: Kernels) -> MediaEncoder | None:
+    return None
+
+
 @dataclass(frozen=True)
 class WorkerParts:
     """What a worker is put together from."""
 
     make_model: Callable[[EngineConfig, Kernels, ShardGroup], Model]
-    reload_weights: Callable[[Model, EngineConfig], Any]
+    reload_weights: Callable[[Any, EngineConfig], Any]
     update_config: Callable[[EngineConfig, Mapping[str, Any]], EngineConfig]
     select_backend: Callable[[str, Sequence[KVSpec], str | None], AttentionBackend]
     # kernels that a dry run would launch
@@ -94,6 +100,7 @@ class WorkerParts:
     watch: Callable[[], None] = _nothing_watched  # called once the start is over
     cache_scales: Callable[[EngineConfig], Mapping[int, LayerScales]] = _no_scales  # of an fp8 KV cache
     make_adapters: Callable[[Model, EngineConfig, Kernels], WorkerAdapters | None] = _no_adapters
+    make_encoder: Callable[[EngineConfig, Kernels], MediaEncoder | None] = _no_encoder  # of a model that takes media
 
 
 class Worker:
@@ -110,9 +117,12 @@ class Worker:
         early: Early | None = None,  # what was begun before torch was there; None on CPU
         group: ShardGroup = ALONE,
         link: Link | None = None,  # to the neighbouring pipeline stages; None: there are none
+        gather: Callable[[int], list[int]] | None = None,  # of every rank's number, if each has an engine of its own
     ) -> None:
         self.config, self.device, self.group, self._link = config, device, group, link
-        self.rank = self.local_rank = group.world_rank
+        self._gather = gather
+        self.rank = group.world_rank
+        self.local_rank = self.rank % (group.world_size // config.parallel_config.nnodes)
         self.kernels = Kernels.here(device)  # what this worker's model computes with, whatever others of the process do
         self._laps, self._early = laps or Laps(), early
         self._parts = parts
@@ -122,6 +132,7 @@ class Worker:
         self._scaled: dict[str, ScaledCache] = {}  # caches with scales per layer, by the layer's name
         self._runner: ModelRunner | PoolingRunner | None = None
         self._adapters: WorkerAdapters | None = None
+        self._encoder: MediaEncoder | None = None
         self._drafter: Drafter | None = None
         self._others = 0  # bytes of the GPU that other programs use
 
@@ -130,6 +141,10 @@ class Worker:
     def start_laps(self) -> list[tuple[str, float, str]]:
         """What the start took so far: name, seconds, and the phase of the engine's start that it is part of."""
         return list(self._laps.taken)
+
+    def gather_number(self, number: int) -> list[int]:
+        """What each rank says, by rank, where a launcher has started an engine for each."""
+        return [number] if self._gather is None else self._gather(number)
 
     def load(self) -> ModelInfo:
         """Build the model and read its weights; without a kernel cache, compile what it will want."""
@@ -144,11 +159,13 @@ class Worker:
             except torch.cuda.OutOfMemoryError as wrong:
                 raise does_not_fit(self.device, "the weights", wrong) from None
             self._adapters = self._parts.make_adapters(model, self.config, self.kernels)
+            if self.config.model_config.takes_media:
+                self._encoder = self._parts.make_encoder(self.config, self.kernels)
             self._laps.mark("weights")
-            if self.config.speculative_config is not None:
+            if self.config.speculative_config is not None and self.config.speculative_config.has_drafter:
                 from quire.worker.drafters import load_drafter  # lazy
 
-                self._drafter = load_drafter(self.config, self.kernels, self._parts)
+                self._drafter = load_drafter(self.config, self.kernels, self._parts, model)
                 self._laps.mark("drafter")
             model_config, cache_config = self.config.model_config, self.config.cache_config
             kv_dtype = kv_dtype_of(self.config)
@@ -196,7 +213,8 @@ class Worker:
         """Bytes for the KV cache; called once the weights are loaded."""
         configured = self.config.cache_config.kv_cache_memory_bytes
         if self.device.type == "cpu":
-            num_workers = self.group.world_size * self.config.parallel_config.num_engines_here
+            parallel = self.config.parallel_config
+            num_workers = self.group.world_size // parallel.nnodes * parallel.num_engines_here
             total = kv_bytes(configured, num_workers=num_workers)
             return total if self._drafter is None else self._drafter.leave(total, self._specs)
         if configured is not None or not self._specs:  # without specs nothing is kept between steps
@@ -247,13 +265,16 @@ class Worker:
             pooling: PoolingRunner = make_pooling_runner(model, self.config, rows, backend, kv)
             return pooling
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
+        media = self._make_media(rows) if self.config.model_config.takes_media else None
         runner = ModelRunner(
-            model, rows, sampler, backend, kv=kv, scaled=scaled, adapters=self._adapters, pipe=self._make_pipe()
-        )
+            model, rows, sampler, backend, kv=kv, scaled=scaled, adapters=self._adapters, pipe=self._make_pipe(),
+            media=media,
+        )  # fmt: skip
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
-            adapters, fields = self._adapters, GraphFields(adapters=self._adapters is not None)
+            channels = 0 if self._encoder is None else self._encoder.num_channels
+            adapters, fields = self._adapters, GraphFields(adapters=self._adapters is not None, channels=channels)
             inputs, capturer = DeviceInputs(rows, most, fields), Capturer(self.device)
             runner.inputs = inputs
             make_graphs = partial(
@@ -267,6 +288,26 @@ class Worker:
             if mixed := self._mixed_sizes(layout):
                 runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
         return runner
+
+    def _make_media(self, rows: Rows) -> WorkerMedia | None:
+        """For requests that bring vectors, or what an encoder makes vectors of."""
+        from quire.models.arch import Arch  # lazy
+        from quire.worker.media import WorkerMedia  # lazy
+
+        arch, dtype = self.get_model().arch, getattr(torch, self.config.model_config.dtype)
+        if not isinstance(arch, Arch):
+            if self.config.model_config.enable_prompt_embeds:
+                raise NotBuiltError(
+                    "enable_prompt_embeds is built for declared architectures only, not for transformers' own code",
+                    param="enable_prompt_embeds",
+                )
+            unused: WorkerMedia = WorkerMedia(None, rows, 0, dtype)  # each request with media fails for itself
+            return unused
+        width = (arch.embed_width or arch.width) + arch.deepstack * arch.width
+        made: WorkerMedia = WorkerMedia(
+            self._encoder, rows, width, dtype, embeds=self.group.stage == 0, answers=self.group.is_alone
+        )
+        return made
 
     def _make_pipe(self) -> Pipe | None:
         if self._link is None:
@@ -387,10 +428,10 @@ class Worker:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""
         if self._adapters is not None:
             self._adapters.close()
-        self._model = self._runner = self._adapters = self._drafter = None
+        self._model = self._runner = self._adapters = self._drafter = self._encoder = None
         self._scaled = {}
         self.forward = self.sample = _no_runner
-        if not self.group.is_alone:
+        if not self.group.is_alone and self._gather is None:  # else the process group is the program's
             from quire.worker.ranks import leave  # lazy
 
             leave()
@@ -431,6 +472,10 @@ class Worker:
     def reload_weights(self) -> None:
         """Read the weights again, in place. Whoever caches results of the old ones must forget them."""
         self._parts.reload_weights(self.get_model(), self.config)
+        if self._drafter is not None:
+            self._drafter.reload()
+        if self._encoder is not None and (read := self._parts.make_encoder(self.config, self.kernels)) is not None:
+            self._encoder.reload(read)
         if is_scaled(kv_dtype_of(self.config)):
             self._kv_scales = self._parts.cache_scales(self.config)
             set_scales(self._scaled, self._kv_scales)

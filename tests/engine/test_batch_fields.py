@@ -100,7 +100,9 @@ def join(runner: ModelRunner, asked: list[Brings]) -> tuple[NewRow, ...]:
         if one.channels is not None:
             runner.rows.make_extras().set_channels(one.name, one.channels, one.shift)
         for start, own in one.vectors.items():
-            runner.rows.make_extras().give(one.name, start, torch.tensor(own)[:, None].repeat(1, 2).float())
+            key = f"{one.name} {start}"
+            runner.rows.make_extras().place(one.name, np.arange(start, start + len(own)), key)
+            runner.rows.encoded[key] = torch.tensor(own)[:, None].repeat(1, 2).float()
     return tuple(
         NewRow(
             request_id=one.name, epoch=0, token_ids=tuple(one.tokens), num_prompt_tokens=len(one.tokens), seed=0,
@@ -182,7 +184,7 @@ def test_a_base_step_beside_adapters_stays_one() -> None:
 
 
 def test_requests_with_other_numbers_of_channels_are_refused() -> None:
-    extras = RowExtras()
+    extras = RowExtras({})
     extras.set_channels("a", channels_of(4), 0)
     with pytest.raises(RuntimeError, match="request 'b' has 2 channels of positions, others 3"):
         extras.set_channels("b", channels_of(4)[:2], 0)
@@ -190,12 +192,15 @@ def test_requests_with_other_numbers_of_channels_are_refused() -> None:
 
 def test_vectors_of_a_chunk() -> None:
     """Chunks that end and begin inside what was given, of rows in another order than they were given."""
-    extras = RowExtras()
-    extras.give("a", 2, torch.arange(5.0)[:, None])
-    extras.give("b", 0, torch.tensor([[50.0]]))
+    extras = RowExtras({"x": torch.arange(5.0)[:, None], "y": torch.tensor([[50.0]])})
+    extras.place("a", np.arange(2, 7), "x")
+    extras.place("b", np.arange(1), "y")
     found = extras.vectors_of(["b", "a", "c"], np.array([0, 4, 0]), np.array([2, 2, 3]))
     assert found is not None and found.places.tolist() == [0, 2, 3] and found.vectors[:, 0].tolist() == [50, 2, 3]
     assert extras.vectors_of(["a"], np.array([7]), np.array([9])) is None
+    extras.place("d", np.array([1, 2, 5, 6, 8]), "x")  # between them, tokens keep their embeddings
+    found = extras.vectors_of(["d"], np.array([2]), np.array([5]))
+    assert found is not None and found.places.tolist() == [0, 3, 4] and found.vectors[:, 0].tolist() == [1, 2, 3]
 
 
 # --- several sampled tokens of a row

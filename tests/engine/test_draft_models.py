@@ -80,7 +80,8 @@ def drafter_of(engine: Engine, model: Path, keys: dict[str, Any]) -> Drafter:
         model=str(model), speculative_config=keys, dtype="float32", device="cpu", skip_tokenizer_init=True,
         max_model_len=LENGTH, max_num_seqs=8, max_num_batched_tokens=64, block_size=16,
     )  # fmt: skip
-    made = load_drafter(args.create_engine_config(), engine.executor.worker.kernels, PARTS)
+    worker = engine.executor.worker
+    made = load_drafter(args.create_engine_config(), worker.kernels, PARTS, worker.get_model())
     assert made is not None
     return made
 

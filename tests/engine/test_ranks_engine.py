@@ -167,3 +167,16 @@ def test_one_rank_in_a_process_of_its_own(folder: Path) -> None:
         assert len(pids := pids_of(llm)) == 1 and pids[0] != os.getpid()
     finally:
         llm.close()
+
+
+def test_ranks_with_whole_experts(tmp_path: Path) -> None:
+    make_tiny("Qwen3MoeForCausalLM", tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    more = dict(tensor_parallel_size=2, enable_expert_parallel=True, expert_placement_strategy="round_robin")
+    answers = []
+    for options in ({}, more):
+        with LLM(str(tmp_path), **options, **OPTIONS) as llm:
+            answers.append([list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, params, use_tqdm=False)])
+            counts = llm.collective_rpc("tests.rank_probe:experts_of")
+    assert answers[0] == answers[1]
+    assert len(counts) == 2 and counts[0] == counts[1] and set(counts[0]) == {2}  # of four, in every layer

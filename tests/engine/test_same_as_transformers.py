@@ -11,10 +11,12 @@ import gguf
 import pytest
 import torch
 import transformers
+from transformers.initialization import no_init_weights
 
 from quire import LLM, SamplingParams
 from quire.base import env
 from quire.checkpoint.source import locate
+from tests.gguf_tensors import tensors_of
 
 TEXT = "the river ran under an old stone bridge while seven children counted boats and argued about names"
 WORDS = TEXT.split()
@@ -36,7 +38,6 @@ def mixed_prompts(seed: int, count: int) -> list[str]:
 @pytest.fixture(scope="module")
 def oracle():
     """transformers' Llama, filled from the file by the gguf package: nothing of Quire is on this path."""
-    reader = gguf.GGUFReader(locate(None).path)
     heads = {"attn_q": 9, "attn_k": 3}  # the converter interleaved the rows of these for another form of rope
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
     config = transformers.LlamaConfig(
@@ -44,10 +45,11 @@ def oracle():
         num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
+    with no_init_weights():  # all are filled
+        model = transformers.LlamaForCausalLM(config).eval()
     ours = {names.get_name(name.removesuffix(".weight")): name for name in model.state_dict()}
     weights = {}
-    for tensor in reader.tensors:
+    for tensor in tensors_of(locate(None).path):
         stem = tensor.name.removesuffix(".weight")
         value = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         if count := heads.get(stem.rpartition(".")[2]):
@@ -55,6 +57,8 @@ def oracle():
         weights[ours[stem]] = value
     assert set(model.state_dict()) - set(weights) == {"lm_head.weight"}
     model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     return model
 
 

@@ -35,8 +35,8 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
         "Linear.__init__", "Linear.is_plain", "Linear.may_be_few", "Linear._slots", "Linear.extra_repr",
     },
     "layers/embed.py": {
-        "Embedding.forward", "Embedding.slots", "Head.__init__", "Head.finish", "Head.forward", "Head.slots",
-        "Head.take",  # rows, as an embedding reads them
+        "Embedding.forward", "Embedding.slots", "Embedding.take", "Head.__init__", "Head.finish", "Head.forward",
+        "Head.slots", "Head.take",  # rows, as an embedding reads them
     },
     "layers/moe.py": {"Experts.forward", "Experts.slots"},
     "layers/places.py": {"AdapterPlaces._add_experts", "AdapterPlaces._add_linear", "attach"},
@@ -61,7 +61,8 @@ OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes,
     "layers/ssm.py": {"Conv.__init__", "Conv.slots", "DeltaNet.__init__", "Mamba.__init__", "Mamba2.__init__",
                       "ShortConv.__init__"},
     "layers/table.py": {"WeightTable._arranged", "WeightTable._fill"},
-    "models/blocks.py": {"_attention"},
+    "models/blocks.py": {"attention_kind"},
+    "models/draft_heads.py": {"_ShiftedNorm.__init__", "_ShiftedNorm.forward", "_ShiftedNorm.slots"},
     "models/pooled.py": {"PoolingModel.finish_weights"},
     "models/heads.py": {"HeadDense.__init__", "HeadDense.forward", "HeadDense.slots"},
 }  # fmt: skip

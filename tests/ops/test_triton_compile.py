@@ -404,9 +404,12 @@ def test_adapters_of_rows(pieces, rank, early):
     constants = {"PIECES": pieces, "RANK": rank, "RANK_TILE": triton.next_power_of_2(rank), "EARLY": early}
     lists, sizes = {"index": WHOLE, "spans": WHOLE, "h": WIDE}, ("width", "x_stride", "num_rows", "y_stride")
     kinds = lists | {"x": HALF, "a": HALF, "width": "i32", "x_stride": "i32"}
-    made = [compiled(lora._shrink_kernel, kinds, constants | {"WIDTH": lora._WIDTH}, unaligned=sizes, early=early)]
+    share, at_once, rows = lora.tiles_of(constants["RANK_TILE"])
+    more = constants | {"WIDTH": at_once, "SHARE": share}
+    made = [compiled(lora._shrink_kernel, kinds, more, unaligned=sizes, early=early)]
     kinds = lists | {"y": HALF, "b": HALF, "scales": WIDE, "num_rows": "i32", "y_stride": "i32"}
-    made += [compiled(lora._expand_kernel, kinds, constants | {"ROWS": lora._ROWS}, unaligned=sizes, early=early)]
+    more = constants | {"ROWS": rows, "SHARES": 12, "SHARE_TILE": 16}
+    made += [compiled(lora._expand_kernel, kinds, more, unaligned=sizes, early=early)]
     for each in made:
         assert ("griddepcontrol.wait" in each.asm["ptx"]) == early and ".local" not in each.asm["ptx"]
 

@@ -12,12 +12,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 pytest.importorskip("tests.interpreted")
 
+import triton
+import triton.language as tl
+
 import quire.attention.triton as attention
 from quire.attention.library import Library
 from quire.attention.triton import TritonAttention
 from quire.ops import kv_codes
 from quire.ops.qkv import QkvPrep, prepare_qkv
-from quire.ops.triton import attention_plan, rope
+from quire.ops.triton import attention_cache, attention_plan, rope
 from tests.attention_case import RULE_NAMES, RULES, CodedCase
 
 MIX = [(12, 5), (100, 1), (9, 9), (90, 21), (60, 0), (2, 2)]
@@ -167,6 +170,26 @@ def test_what_is_written(form, keep):
         for found, other in zip(ours.scales, expected.scales, strict=True):
             torch.testing.assert_close(found[at], other[at], rtol=1e-3, atol=0.0)
     torch.testing.assert_close(kept, kept_expected, rtol=0.26 if keep else 0.0, atol=2e-2 if keep else 0.0)
+
+
+@triton.jit
+def _meant_kernel(x, out, largest: tl.constexpr, count: tl.constexpr):
+    at = tl.arange(0, count)
+    tl.store(out + at, attention_cache.meant(tl.load(x + at), largest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_what_codes_mean_is_computed_without_them(dtype):
+    """Every code, the middle between any two, what lies beside it, and zero: as torch rounds."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite()].unique()
+    middles = (codes[1:] + codes[:-1]) / 2
+    tries = torch.cat([codes, middles, torch.nextafter(middles, codes[1:]), torch.nextafter(middles, codes[:-1])])
+    x = torch.zeros(1 << (len(tries) - 1).bit_length())
+    x[: len(tries)] = tries
+    found = torch.full_like(x, torch.nan)
+    _meant_kernel[(1,)](x, found, kv_codes.LARGEST[dtype], len(x))
+    assert torch.equal(found, x.to(dtype).float())
 
 
 def test_numbers_beyond_the_largest_code_become_it():

@@ -113,11 +113,13 @@ def completion(prompt: str = "abc", max_tokens: int = 6, *, stream: bool = False
 
 
 @contextlib.contextmanager
-def started(*flags: str, fake: bool = True, env: dict[str, str] | None = None) -> Iterator[Hosted]:
-    """A server that may still be starting."""
+def started(
+    *flags: str, fake: bool = True, env: dict[str, str] | None = None, within: tuple[str, ...] = ()
+) -> Iterator[Hosted]:
+    """A server that may still be starting. `within`: a command that runs it."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
     process = subprocess.Popen(
-        [sys.executable, "-c", _FAKE if fake else _REAL, "serve", *flags],
+        [*within, sys.executable, "-c", _FAKE if fake else _REAL, "serve", *flags],
         env=variables, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), start_new_session=True,
     )  # fmt: skip

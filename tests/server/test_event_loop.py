@@ -53,7 +53,7 @@ def heartbeat(server: Live) -> Iterator[Heartbeat]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def server(tmp_path_factory: pytest.TempPathFactory, frozen_afterwards: None) -> Iterator[Live]:
     with live_fake(tmp_path_factory.mktemp("loop")) as server:
         gc.collect()
         gc.freeze()  # as server/host.py does; looking through all that tests have imported takes half a second

@@ -117,7 +117,7 @@ def test_prompts_that_cannot_be(fake: Live, prompt: Any, words: str) -> None:
     assert error["param"] == "prompt" and words in error["message"]
 
 
-@pytest.mark.parametrize("field", ["suffix", "prompt_embeds"])
+@pytest.mark.parametrize("field", ["suffix"])
 def test_completion_fields_not_built(fake: Live, field: str) -> None:
     error = error_of(fake.post(TEXT, {"prompt": "a", field: "b"}))
     assert error["param"] == field and "not in this version" in error["message"]

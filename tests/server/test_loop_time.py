@@ -84,7 +84,7 @@ class Hasty:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, LoopTime]]:
+def measured(tmp_path_factory: pytest.TempPathFactory, frozen_afterwards: None) -> Iterator[tuple[Live, LoopTime]]:
     times = LoopTime()
     with pytest.MonkeyPatch.context() as patch:
         times.watch(patch)

@@ -23,9 +23,9 @@ SCHEMA = {
 MESSAGES = [{"role": "user", "content": "Describe a person."}]
 
 
-def text_of(smol: Live, path: str, **body: Any) -> str:
+def text_of(packed: Live, path: str, **body: Any) -> str:
     asked = {"prompt": "A person:"} if path == TEXT else {"messages": MESSAGES}
-    answer = smol.post(path, {"model": "smol", "temperature": 0, "max_tokens": 60, **asked, **body})
+    answer = packed.post(path, {"model": "smol", "temperature": 0, "max_tokens": 60, **asked, **body})
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
     assert choice["finish_reason"] == "stop"
@@ -42,25 +42,27 @@ def text_of(smol: Live, path: str, **body: Any) -> str:
         {"guided_json": SCHEMA},
     ],
 )
-def test_a_schema_in_every_way(smol: Live, path: str, body: dict[str, Any]) -> None:
-    jsonschema.validate(json.loads(text_of(smol, path, **body)), SCHEMA)
+def test_a_schema_in_every_way(packed: Live, path: str, body: dict[str, Any]) -> None:
+    jsonschema.validate(json.loads(text_of(packed, path, **body)), SCHEMA)
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_other_constraints(smol: Live, path: str) -> None:
-    assert text_of(smol, path, structured_outputs={"choice": ["red", "blue"]}) in ("red", "blue")
-    assert text_of(smol, path, guided_choice=["red", "blue"]) in ("red", "blue")
-    assert re.fullmatch(r"\d{3}-\d{2}", text_of(smol, path, structured_outputs={"regex": r"\d{3}-\d{2}"}))
-    assert re.fullmatch(r"[a-f]{4}", text_of(smol, path, guided_regex="[a-f]{4}"))
-    assert text_of(smol, path, structured_outputs={"grammar": 'root ::= "on" | "off"'}) in ("on", "off")
-    assert text_of(smol, path, guided_grammar='root ::= "on" | "off"') in ("on", "off")
+def test_other_constraints(packed: Live, path: str) -> None:
+    assert text_of(packed, path, structured_outputs={"choice": ["red", "blue"]}) in ("red", "blue")
+    assert text_of(packed, path, guided_choice=["red", "blue"]) in ("red", "blue")
+    assert re.fullmatch(r"\d{3}-\d{2}", text_of(packed, path, structured_outputs={"regex": r"\d{3}-\d{2}"}))
+    assert re.fullmatch(r"[a-f]{4}", text_of(packed, path, guided_regex="[a-f]{4}"))
+    assert text_of(packed, path, structured_outputs={"grammar": 'root ::= "on" | "off"'}) in ("on", "off")
+    assert text_of(packed, path, guided_grammar='root ::= "on" | "off"') in ("on", "off")
     form = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</n>"}
-    assert re.fullmatch(r"<n>\d\d</n>", text_of(smol, path, response_format={"type": "structural_tag", "format": form}))
-    assert text_of(smol, path, response_format={"type": "text"}, max_tokens=30, stop=[" "]) is not None
+    assert re.fullmatch(
+        r"<n>\d\d</n>", text_of(packed, path, response_format={"type": "structural_tag", "format": form})
+    )
+    assert text_of(packed, path, response_format={"type": "text"}, max_tokens=30, stop=[" "]) is not None
 
 
-def test_json_object_is_an_object(smol: Live) -> None:
-    answer = smol.post(CHAT, {"model": "smol", "messages": MESSAGES, "temperature": 0, "max_tokens": 120,
+def test_json_object_is_an_object(packed: Live) -> None:
+    answer = packed.post(CHAT, {"model": "smol", "messages": MESSAGES, "temperature": 0, "max_tokens": 120,
                               "response_format": {"type": "json_object"}}).json()["choices"][0]  # fmt: skip
     text = answer["message"]["content"]
     assert text.lstrip().startswith("{")
@@ -68,12 +70,12 @@ def test_json_object_is_an_object(smol: Live) -> None:
         assert isinstance(json.loads(text), dict)
 
 
-def test_parse_with_a_pydantic_model_and_a_stream(smol: Live) -> None:
+def test_parse_with_a_pydantic_model_and_a_stream(packed: Live) -> None:
     class Person(pydantic.BaseModel):
         name: str = pydantic.Field(max_length=10)
         age: int = pydantic.Field(ge=0, le=99)
 
-    client = openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none")
+    client = openai.OpenAI(base_url=f"{packed.url}/v1", api_key="none")
     parsed = client.chat.completions.parse(
         model="smol",
         messages=MESSAGES,
@@ -129,24 +131,24 @@ def test_eight_at_once_equal_each_alone(smol: Live) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_constraints_get_400(smol: Live, body: dict[str, Any], words: str, stream: bool) -> None:
-    answer = smol.post(CHAT, {"model": "smol", "messages": MESSAGES, "max_tokens": 5, "stream": stream, **body})
+def test_bad_constraints_get_400(packed: Live, body: dict[str, Any], words: str, stream: bool) -> None:
+    answer = packed.post(CHAT, {"model": "smol", "messages": MESSAGES, "max_tokens": 5, "stream": stream, **body})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
 
 
-def test_the_server_outlives_a_grammar_that_compiles_forever(smol: Live) -> None:
+def test_the_server_outlives_a_grammar_that_compiles_forever(packed: Live) -> None:
     rules = "\n".join(f"r{i} ::= (r{i + 1} | [a-z] r{i + 1}){{0,90}}" for i in range(12))
-    answer = smol.post(TEXT, {"model": "smol", "prompt": "A", "max_tokens": 3,
+    answer = packed.post(TEXT, {"model": "smol", "prompt": "A", "max_tokens": 3,
                               "structured_outputs": {"grammar": f"root ::= r0\n{rules}\nr12 ::= [a-z]"}})  # fmt: skip
     assert answer.status_code in (200, 400), answer.text
-    assert text_of(smol, TEXT, structured_outputs={"choice": ["still here"]}) == "still here"
+    assert text_of(packed, TEXT, structured_outputs={"choice": ["still here"]}) == "still here"
 
 
-def test_a_refusal_names_the_clients_field(smol: Live) -> None:
+def test_a_refusal_names_the_clients_field(packed: Live) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strin"}}}
     chat = {"model": "smol", "messages": MESSAGES, "max_tokens": 5}
     for body, param in (({"guided_regex": "(("}, "guided_regex"), ({"response_format": form}, "response_format")):
-        assert smol.post(CHAT, {**chat, **body}).json()["error"]["param"] == param
+        assert packed.post(CHAT, {**chat, **body}).json()["error"]["param"] == param
     text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "strin"}}}
-    assert smol.post("/v1/responses", {"input": "x", "text": text}).json()["error"]["param"] == "text.format"
+    assert packed.post("/v1/responses", {"input": "x", "text": text}).json()["error"]["param"] == "text.format"

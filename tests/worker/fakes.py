@@ -179,6 +179,7 @@ def make_config(**changes: Any) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(
             is_pooling=False,
+            takes_media=False,
             max_model_len=given["max_model_len"],
             logprobs_mode=given["logprobs_mode"],
             logits_processors=given["logits_processors"],
@@ -197,7 +198,7 @@ def make_config(**changes: Any) -> Any:
         scheduler_config=SimpleNamespace(max_num_seqs=given["max_num_seqs"], max_num_batched_tokens=64),
         attention_config=SimpleNamespace(backend=None),
         load_config=SimpleNamespace(load_format="safetensors"),
-        parallel_config=SimpleNamespace(worker_extension_cls="", place_here=0, num_engines_here=1),
+        parallel_config=SimpleNamespace(worker_extension_cls="", place_here=0, num_engines_here=1, nnodes=1),
         device_config=SimpleNamespace(device="cpu"),
         speculative_config=None,
     )

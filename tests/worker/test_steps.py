@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from quire.schema.errors import NotBuiltError
+from quire.schema.media import MediaItem
 from quire.schema.params import PoolingParams
 from quire.schema.step import Direction, EncodeItem, Grant, Mask, Move, NewRow, StepPlan
 from tests.sampling.oracle import Known, log_softmax, next_token, resolved
@@ -129,6 +130,9 @@ def test_a_request_whose_every_token_is_forbidden_fails_with_the_reason():
     assert "forbid all" in bad.failed and good.outputs == alone(FakeModel(), good)
 
 
+IMAGE = MediaItem(modality="image", key="k", offset=0, length=1)
+
+
 def one_grant(name="a", tokens=(1, 2, 3), count=3, blocks=((0,), (1,)), **more) -> StepPlan:
     row = NewRow(
         request_id=name, epoch=0, token_ids=tokens, num_prompt_tokens=len(tokens),
@@ -188,7 +192,10 @@ def test_a_plan_that_contradicts_the_rows_is_an_error():
         (one_grant(params=PoolingParams(task="embed")), "'a' is to be pooled"),
         (replace(one_grant(), moves=(Move(0, 1, Direction.IN),)), "moves a KV block in by slot 0; there are 0"),
         (replace(one_grant(), moves=(Move(0, 7, Direction.OUT),)), "out by slot 7"),
-        (replace(one_grant(), encode=(EncodeItem("k", "a", 0),)), "1 media items to encode"),
+        (
+            replace(one_grant(), encode=(EncodeItem("a", MediaItem(modality="image", key="k", offset=0, length=1)),)),
+            "1 media items to encode",
+        ),
         (replace(one_grant(), free_encoded=("k",)), "media items"),
     ],
 )

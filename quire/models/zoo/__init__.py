@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.base.registry import Registry
+from quire.checkpoint.media import MODALITIES
 
 _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {
@@ -16,7 +17,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "mixtral": ("MixtralForCausalLM",),
     },
     "qwen": {
-        "qwen2": ("Qwen2ForCausalLM",),
+        "qwen2": ("Qwen2ForCausalLM", "MiMoForCausalLM"),
         "qwen3": ("Qwen3ForCausalLM",),
         "qwen2_moe": ("Qwen2MoeForCausalLM",),
         "qwen3_moe": ("Qwen3MoeForCausalLM",),
@@ -136,7 +137,8 @@ ZOO = Registry(
         for file, table in _FILES.items()
         for function, names in table.items()
         for name in names
-    },
+    }
+    | dict.fromkeys(MODALITIES, "quire.models.zoo.media:composite"),  # language models within others
 )
 
 # Encoders. A checkpoint's head does not change the layers.

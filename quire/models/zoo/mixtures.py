@@ -49,7 +49,7 @@ def ernie4_5_moe(c: View) -> Arch:
         router_wide=True, round_weights=True, shared_ffn=ffn * c.moe_num_shared_experts, shared_bias=c.use_bias,
     )  # fmt: skip
     names = (*SHARED, (r"\.mlp\.(gate\.)?moe_statics\.e_score", ".mlp.gate.e_score"))
-    arch = ernie4_5(c, moe=moe, names=names, head_bias=c.use_bias)
+    arch = ernie4_5(c, moe=moe, names=names, head_bias=c.use_bias, ignore=(r"^model\.mtp_",))
     last = len(arch.layers) - 1 if last in (-1, None) else last
     return each(arch, lambda i, layer: {"moe": first <= i <= last and (i + 1) % step == 0})
 

@@ -16,7 +16,8 @@ def _late_windows(c: View) -> list[str]:
 
 
 def qwen2(c: View) -> Arch:
-    return read(c, kinds=_late_windows(c), qkv_bias=True, o_bias=False)
+    """MiMo has modules for multi-token prediction beside it, which are drafters."""
+    return read(c, kinds=_late_windows(c), qkv_bias=True, o_bias=False, ignore=(r"^model\.mtp_layers\.",))
 
 
 def qwen3(c: View) -> Arch:

@@ -14,9 +14,9 @@ workspace and increments a counter; the last of a tile merges all splits, includ
 writes the result. Softmax is computed in base 2. Keys are read in BLOCK_N tiles counted from position 0, so results do
 not depend on where a chunk starts. Lists of items are made by the host or on the device (attention_plan.py).
 
-A cache in 8 bits (ops/kv_codes.py) is multiplied as its codes, in the dtype of the queries, which represents them all
-exactly. A scale per layer is a factor of the scores and of the result; scales per token are factors of the columns of
-the scores and of the weights.
+A cache in 8 bits (ops/kv_codes.py) is multiplied as its codes, in a dtype that represents them all exactly: float8 in
+float16, to which it is widened by one instruction for two codes, int8 in the dtype of the queries. A scale per layer is
+a factor of the scores and of the result; scales per token are factors of the columns of the scores and of the weights.
 """
 
 from __future__ import annotations
@@ -94,6 +94,14 @@ def _rows(base, at, valid, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.c
     if SIZE == WIDTH:
         return tl.load(where)
     return tl.load(where, mask=(d < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _beside_codes(q, CODING: tl.constexpr):
+    """Queries in the dtype in which they are multiplied with a cache."""
+    if CODING == BY_LAYER and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return q
 
 
 @triton.jit
@@ -340,6 +348,7 @@ def _attend_kernel(
     else:
         queries = tl.load(q_at[:, None] + d[None, :], mask=used[:, None] & (d < DK)[None, :], other=0.0)
         q_rest = queries
+    queries, q_rest = _beside_codes(queries, CODING), _beside_codes(q_rest, CODING)
     slope = tl.zeros((BLOCK_M,), tl.float32)
     if ALIBI:
         slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * LOG2E
@@ -451,6 +460,7 @@ def _shared_kernel(
         d = tl.arange(0, BLOCK_D)
         x = tl.load(q_at[:, None] + d[None, :], mask=used[:, None] & (d < DK)[None, :], other=0.0)
         rest = x
+    x, rest = _beside_codes(x, CODING), _beside_codes(rest, CODING)
     slope = tl.zeros((BLOCK_M,), tl.float32)
     positions = tl.zeros((BLOCK_M,), tl.int32)
     if ALIBI:

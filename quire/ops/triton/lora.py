@@ -1,6 +1,7 @@
 """Low-rank additions on CUDA, for steps of few rows: each row reads A and B of its own slot from the stacks.
 
-Two kernels: shrink computes x A^T of every row and piece, in float32; expand adds scale * (that B^T) to y. Rows
+Two kernels: shrink computes x A^T of every row and piece, in float32 and in shares of the width, so that there are
+programs enough to hide what a load takes; expand adds scale * (their sum B^T) to y. Rows
 without an adapter return early, and columns that no piece of a row's slot covers are not written; ranks are padded with
 zeros. Nothing here waits for the device, so a step may be captured in a graph whose rows change slots from replay to
 replay. A row's sums do not depend on other rows. Floor: A and B of every row are read once per row (rank * (width +
@@ -23,19 +24,21 @@ from quire.ops.triton.sizes import cdiv
 
 MOST_ROWS = 256
 ANY_ROWS = 1 << 30  # where results must not depend on the number of rows
-_WIDTH, _ROWS = 256, 128  # of a tile
+_SHARE = 1024  # columns of A that one program reads
+_ENTRIES = 8192  # of A or B in a tile
 
 
 @triton.jit(do_not_specialize=["width", "x_stride"])
 def _shrink_kernel(
     x, index, a, spans, h, width, x_stride, PIECES: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr,
-    WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (rows, pieces). h [rows, PIECES, RANK]; nothing is written for a piece that the slot does not have."""
+    """grid (rows, pieces, shares of the width). h [rows, PIECES, shares, RANK]; nothing is written for a piece that the
+    slot does not have."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    t, piece = tl.program_id(0), tl.program_id(1)
+    t, piece, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(index + t)
     if slot > 0:
         entry = (slot - 1).to(tl.int64) * PIECES + piece
@@ -43,21 +46,22 @@ def _shrink_kernel(
             ranks = tl.arange(0, RANK_TILE)
             matrix = a + entry * RANK * width
             total = tl.zeros([RANK_TILE], tl.float32)
-            for start in range(0, width, WIDTH):
-                columns = start + tl.arange(0, WIDTH)
+            for start in tl.static_range(0, SHARE, WIDTH):
+                columns = share * SHARE + start + tl.arange(0, WIDTH)
                 own = tl.load(x + t.to(tl.int64) * x_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
                 inside = (ranks[:, None] < RANK) & (columns[None, :] < width)
                 tile = tl.load(matrix + ranks[:, None] * width + columns[None, :], mask=inside, other=0.0)
                 total += tl.sum(tile.to(tl.float32) * own[None, :], 1)
-            tl.store(h + (t * PIECES + piece) * RANK + ranks, total, mask=ranks < RANK)
+            at = ((t * PIECES + piece) * tl.num_programs(2) + share) * RANK
+            tl.store(h + at + ranks, total, mask=ranks < RANK)
 
 
 @triton.jit(do_not_specialize=["num_rows", "y_stride"])
 def _expand_kernel(
     y, index, h, b, spans, scales, num_rows, y_stride, PIECES: tl.constexpr, RANK: tl.constexpr,
-    RANK_TILE: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    RANK_TILE: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (rows, tiles of the matrix's rows)."""
+    """grid (rows, tiles of the matrix's rows). Adds up the SHARES of what shrink made."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,6 +69,7 @@ def _expand_kernel(
     slot = tl.load(index + t)
     if slot > 0:
         rows, ranks = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK_TILE)
+        share = tl.arange(0, SHARE_TILE)
         entry = (slot - 1).to(tl.int64)
         inside = (rows[:, None] < num_rows) & (ranks[None, :] < RANK)
         tile = tl.load(b + (entry * num_rows + rows[:, None]) * RANK + ranks[None, :], mask=inside, other=0.0)
@@ -74,7 +79,9 @@ def _expand_kernel(
             first = tl.load(spans + (entry * PIECES + piece) * 2)
             last = tl.load(spans + (entry * PIECES + piece) * 2 + 1)
             here = (rows >= first) & (rows < last)
-            own = tl.load(h + (t * PIECES + piece) * RANK + ranks, mask=ranks < RANK, other=0.0)
+            at = (t * PIECES + piece) * SHARES + share
+            known = (share[:, None] < SHARES) & (ranks[None, :] < RANK)
+            own = tl.sum(tl.load(h + at[:, None] * RANK + ranks[None, :], mask=known, other=0.0), 0)
             scale = tl.load(scales + entry * PIECES + piece)
             part = tl.sum(tile.to(tl.float32) * own[None, :], 1) * scale
             total += tl.where(here, part, 0.0)  # of a piece that the slot lacks, `own` is any number
@@ -82,6 +89,12 @@ def _expand_kernel(
         where = y + t.to(tl.int64) * y_stride + rows
         before = tl.load(where, mask=covered, other=0.0)
         tl.store(where, (before.to(tl.float32) + total).to(before.dtype), mask=covered)
+
+
+def tiles_of(rank_tile: int) -> tuple[int, int, int]:
+    """By the rank: columns that a program of shrink takes, how many of them at once, rows that one of expand takes."""
+    at_once = max(32, min(_SHARE, _ENTRIES // rank_tile))
+    return _SHARE, at_once, max(32, min(512, _ENTRIES // rank_tile))
 
 
 def add_low_rank(
@@ -97,15 +110,17 @@ def add_low_rank(
         return y.copy_(add_low_rank(y.contiguous(), x, rows, low, most_rows=most_rows, early=early))
     _, pieces, rank, width = stacks.a.shape
     num_rows, tile = stacks.b.shape[1], triton.next_power_of_2(rank)
-    h = torch.empty((num_tokens, pieces, rank), dtype=torch.float32, device=x.device)
+    share, at_once, tile_rows = tiles_of(tile)
+    shares = cdiv(width, share)
+    h = torch.empty((num_tokens, pieces, shares, rank), dtype=torch.float32, device=x.device)
     launch = {"launch_pdl": True} if early else {}
-    _shrink_kernel[(num_tokens, pieces)](
+    _shrink_kernel[(num_tokens, pieces, shares)](
         x, rows.index, stacks.a, stacks.spans, h, width, x.stride(0), PIECES=pieces, RANK=rank, RANK_TILE=tile,
-        WIDTH=_WIDTH, EARLY=early, **launch,
+        WIDTH=at_once, SHARE=share, EARLY=early, **launch,
     )  # fmt: skip
-    _expand_kernel[(num_tokens, cdiv(num_rows, _ROWS))](
+    _expand_kernel[(num_tokens, cdiv(num_rows, tile_rows))](
         y, rows.index, h, stacks.b, stacks.spans, stacks.scales, num_rows, y.stride(0), PIECES=pieces, RANK=rank,
-        RANK_TILE=tile, ROWS=_ROWS, EARLY=early, **launch,
+        RANK_TILE=tile, ROWS=tile_rows, SHARES=shares, SHARE_TILE=triton.next_power_of_2(shares), EARLY=early, **launch,
     )  # fmt: skip
     return y
 

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.kv_codes import CacheScales
 from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
-from quire.ops.triton.attention_cache import BY_LAYER, BY_TOKEN, SCALES, Coding, encode, size_of, token_scale
+from quire.ops.triton.attention_cache import BY_LAYER, BY_TOKEN, SCALES, Coding, encode, meant, size_of, token_scale
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 _TILES = ((4096, 4), (2048, 4), (1024, 2))  # entries and warps of a program: the first that divides the heads evenly
@@ -56,9 +56,11 @@ def _put_codes(
     own, q_base, k_base, v_base = bases
     tl.store(q_base[:, None] + column, x.to(q_base.dtype.element_ty), mask=is_q)
     scale = tl.zeros(x.shape, tl.float32) + scale[:, None]
-    code = encode(x, scale, LARGEST, CODING).to(k_base.dtype.element_ty)
+    code = encode(x, scale, LARGEST, CODING)
     if KEEP:
-        tl.store(own[:, None] + column, (code.to(tl.float32) * scale).to(own.dtype.element_ty), mask=is_k[0] | is_v[0])
+        kept = (meant(code, LARGEST) * scale).to(own.dtype.element_ty)
+        tl.store(own[:, None] + column, kept, mask=is_k[0] | is_v[0])
+    code = code.to(k_base.dtype.element_ty)
     tl.store(k_base[:, None] + column, code, mask=is_k[1])
     tl.store(v_base[:, None] + column, code, mask=is_v[1])
 

@@ -426,12 +426,13 @@ def fits_weight(weight: CodedWeight) -> bool:
 
 def _is_described(scale: Tensor) -> bool:
     """Whether TMA loads these scales: it writes to places that are multiples of 128 bytes, of which half a tile of
-    float32 is one, and one of float16 is not."""
+    float32 is one, and one of float16 is not; and reads from multiples of 16 bytes, one of which the second half of
+    the columns must begin at: elsewhere it ends in an illegal instruction."""
     return (
         scale.dtype is torch.float32
         and scale.is_contiguous()
         and scale.data_ptr() % 16 == 0
-        and scale.shape[1] % 4 == 0
+        and scale.shape[1] % 8 == 0
     )
 
 

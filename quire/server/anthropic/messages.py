@@ -65,7 +65,14 @@ async def create_message(call: HttpCall, request: AnthropicMessagesRequest) -> N
 async def count_message_tokens(call: HttpCall, request: AnthropicCountTokensRequest) -> None:
     """How many tokens the prompt of such a message has."""
     model = call.model
-    text = (await _prepare(call, request)).prompt.text or ""
+    prompt = (await _prepare(call, request)).prompt
+    if prompt.has_media:
+        from quire.server.media import media_token_ids  # lazy
+
+        ids = await media_token_ids(call, prompt, add_special_tokens=False)
+        await call.reply(encode(AnthropicCountTokensResponse(len(ids))))
+        return
+    text = prompt.text or ""
     count = await model.engine.read(len(text), _num_tokens, model, text)
     await call.reply(encode(AnthropicCountTokensResponse(count)))
 
@@ -79,6 +86,6 @@ async def _prepare(call: HttpCall, request: AnthropicMessagesRequest | Anthropic
     if request.thinking is not None and request.thinking.type == "enabled":
         check_reasoning(call.model, "thinking")
     with renamed(NAMES):
-        chat = await call.apart(chat_request, request)
+        chat = await call.apart(chat_request, request, takes_media=call.model.takes_media)
         forget_unused(request.model_extra)
         return await prepare_chat(call, chat, template_variables(request))

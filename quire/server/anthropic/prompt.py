@@ -30,7 +30,9 @@ NAMES = {
 }
 
 
-def chat_request(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> ChatRequest:
+def chat_request(
+    request: AnthropicMessagesRequest | AnthropicCountTokensRequest, *, takes_media: bool = False
+) -> ChatRequest:
     """Checked as far as this dialect goes; the rest is checked as for any chat."""
     extra = request.model_extra or {}
     for name in _UNBUILT:
@@ -39,7 +41,11 @@ def chat_request(request: AnthropicMessagesRequest | AnthropicCountTokensRequest
     for name in extra:
         if name in ChatRequest.model_fields and extra[name] is not None:
             raise InputError(f"{name} is not a field of the Messages API", param=name)
-    fields: dict[str, Any] = {**extra, "model": request.model, "messages": read_messages(request)}
+    fields: dict[str, Any] = {
+        **extra,
+        "model": request.model,
+        "messages": read_messages(request, takes_media=takes_media),
+    }
     for name in _SAME:
         if name in request.model_fields_set:
             fields[name] = getattr(request, name)
@@ -62,8 +68,10 @@ def template_variables(request: AnthropicMessagesRequest | AnthropicCountTokensR
     return {"enable_thinking": thinking.type == "enabled"}
 
 
-def read_messages(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> list[dict[str, Any]]:
-    """Messages as a chat template reads them."""
+def read_messages(
+    request: AnthropicMessagesRequest | AnthropicCountTokensRequest, *, takes_media: bool = False
+) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them; images as parts of OpenAI's form."""
     messages: list[dict[str, Any]] = []
     if request.system:
         messages.append({"role": "system", "content": _texts(request.system, "system")})
@@ -76,7 +84,7 @@ def read_messages(request: AnthropicMessagesRequest | AnthropicCountTokensReques
         elif message["role"] == "assistant":
             messages.append(_assistant(content, place))
         elif message["role"] == "user":
-            messages += _user(content, place)
+            messages += _user(content, place, takes_media)
         else:
             messages.append({"role": message["role"], "content": _texts(content, place)})
     return messages
@@ -104,31 +112,53 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], place: str) -> dict[str, Any
     return message
 
 
-def _user(blocks: Sequence[Mapping[str, Any]], place: str) -> list[dict[str, Any]]:
+def _user(blocks: Sequence[Mapping[str, Any]], place: str, takes_media: bool) -> list[dict[str, Any]]:
     """A tool's result is a message of its own, where it stands."""
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         where = f"{place}[{number}]"
-        if block["type"] == "text":
-            texts.append(_word(block, "text", where))
-            continue
         if block["type"] != "tool_result":
-            raise _refused(block, where)
-        if texts:
-            messages.append({"role": "user", "content": "\n".join(texts)})
-            texts = []
+            parts.append(_part(block, where, takes_media))
+            continue
+        if parts:
+            messages.append({"role": "user", "content": _content(parts)})
+            parts = []
+        content = block.get("content") or ""
+        inner = [] if isinstance(content, str) else content
+        shown = [_part(one, f"{where}.content[{index}]", takes_media) for index, one in enumerate(inner)]
         result: dict[str, Any] = {
             "role": "tool",
             "tool_call_id": _word(block, "tool_use_id", where),
-            "content": _texts(block.get("content") or "", f"{where}.content"),
+            "content": content if isinstance(content, str) else _content(shown),
         }
         if block.get("is_error"):
             result["is_error"] = True
         messages.append(result)
-    if texts or not messages:
-        messages.append({"role": "user", "content": "\n".join(texts)})
+    if parts or not messages:
+        messages.append({"role": "user", "content": _content(parts)})
     return messages
+
+
+def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Texts alone are one string."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(block: Mapping[str, Any], where: str, takes_media: bool) -> dict[str, Any]:
+    if block.get("type") == "text":
+        return {"type": "text", "text": _word(block, "text", where)}
+    if block.get("type") != "image" or not takes_media:
+        raise _refused(block, where)
+    source = block.get("source")
+    if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
+        raise InputError(f"{where}.source must be of type base64 or url", param=f"{where}.source")
+    if source["type"] == "url":
+        return {"type": "image_url", "image_url": {"url": _word(source, "url", f"{where}.source")}}
+    data = _word(source, "data", f"{where}.source")
+    return {"type": "image_url", "image_url": {"url": f"data:image/any;base64,{data}"}}
 
 
 def _texts(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
@@ -154,7 +184,7 @@ def _refused(block: Mapping[str, Any], where: str) -> InputError:
     kind = block.get("type")
     words = f"{where}.type is {kind!r:.100}: "
     if kind in ("image", "document", "file"):
-        words += "this version of Quire takes text only"
+        words += "this model takes text only" if kind == "image" else "this version of Quire takes text and images only"
     elif kind in ("text", "tool_use", "tool_result", "thinking"):
         words += "such a block does not belong there"
     else:

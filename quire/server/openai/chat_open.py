@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from quire.config.server import ServerConfig
-from quire.schema.errors import InputError, OverloadedError
+from quire.llm.online import LONG_TEXT
+from quire.schema.errors import InputError, NotBuiltError, OverloadedError
 from quire.schema.params import SamplingParams, StructuredOutputsParams
 from quire.schema.prompt import Prompt
 from quire.server.openai.chat_protocol import ChatRequest
@@ -129,14 +130,36 @@ async def prepare_chat(
     request, tools, opens, requested, params = await call.apart(_settle, options, model, request)
     variables = {**(variables or {}), **(request.chat_template_kwargs or {})}
     thinking = _thinking({**(options.default_chat_template_kwargs or {}), **variables})
-    text = await chat_text(call, request, opens, variables)
+    request, media = await _take_media(call, request)
+    text = await chat_text(call, request, opens, variables, has_media=media is not None)
     if tools.schema is not None and model.config.structured_outputs_config.enable_in_reasoning:
         _check_no_thought(model, text, bool(request.continue_final_message), thinking)
-    return PreparedChat(request, Prompt(text=text), params, requested, opens, tools, thinking)
+    prompt = Prompt(text=text) if media is None else replace(media, text=text)
+    return PreparedChat(request, prompt, params, requested, opens, tools, thinking)
+
+
+async def _take_media(call: HttpCall, request: ChatRequest) -> tuple[ChatRequest, Prompt | None]:
+    """The request with messages in which something stands for their media, and a prompt that has these."""
+    if not call.model.takes_media:
+        for name in ("media_io_kwargs", "mm_processor_kwargs"):
+            if getattr(request, name):
+                raise NotBuiltError(f"{name}: this model takes text only", param=name)
+        return request, None
+    from quire.server.media import has_media, take_media  # lazy
+
+    if not await call.apart(has_media, request.messages):
+        return request, None
+    return await call.model.engine.lanes.run(max(call.size, LONG_TEXT), take_media, call.model, request)
 
 
 async def chat_text(
-    call: HttpCall, request: ChatRequest, opens: bool, variables: Mapping[str, Any], *, mark: str = ""
+    call: HttpCall,
+    request: ChatRequest,
+    opens: bool,
+    variables: Mapping[str, Any],
+    *,
+    mark: str = "",
+    has_media: bool = False,
 ) -> str:
     """`mark`: see render_chat."""
     hidden = request.tool_choice == "none" and call.state.options.exclude_tools_when_tool_choice_none
@@ -151,6 +174,7 @@ async def chat_text(
         chat_template_kwargs=variables,
         reasoning_effort=request.reasoning_effort,
         mark=mark,
+        has_media=has_media,
     )
 
 
@@ -209,6 +233,7 @@ async def render_prompt(
     chat_template_kwargs: Mapping[str, Any] | None,
     reasoning_effort: str | None = None,
     mark: str = "",
+    has_media: bool = False,
 ) -> str:
     """The caller has checked that the request may bring a template, and that its variables are few and small."""
     state, model = call.state, call.model
@@ -232,6 +257,7 @@ async def render_prompt(
         content_format=state.options.chat_template_content_format,
         documents=documents,
         mark=mark,
+        media=model.media_order if has_media else "",
     )
     if not apart:
         return await call.apart(render)

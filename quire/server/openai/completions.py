@@ -96,21 +96,35 @@ def prepare_completion(options: ServerConfig, model: ServedModel, request: Compl
 def num_prompts(request: CompletionRequest) -> int:
     """Told before a single one is read."""
     prompt: Any = request.prompt
+    embeds = len(embeds_of(request))
     if prompt is None or (not prompt and prompt != ""):
-        raise InputError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
-    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+        if not embeds:
+            raise InputError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        return embeds
+    return embeds + (1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt))
+
+
+def embeds_of(request: CompletionRequest) -> list[str]:
+    embeds = request.prompt_embeds or []
+    return [embeds] if isinstance(embeds, str) else embeds
 
 
 def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]:
-    """Text, ids, or a list of either, as a list of prompts. There are some (num_prompts)."""
+    """Text, ids, or a list of either, as a list of prompts, behind those that are embeddings. There are some
+    (num_prompts)."""
     prompt: Any = request.prompt
+    embeds = [Prompt(embeds=one) for one in embeds_of(request)]
+    if embeds and request.echo:
+        raise InputError("echo cannot be given with prompt_embeds: embeddings have no text", param="echo")
+    if not prompt and prompt != "":
+        return embeds
     if isinstance(prompt, str):
-        return [Prompt(text=prompt)]
+        return [*embeds, Prompt(text=prompt)]
     if isinstance(prompt[0], int):
-        return [Prompt(token_ids=fitting_ids(prompt, request, max_model_len))]
+        return [*embeds, Prompt(token_ids=fitting_ids(prompt, request, max_model_len))]
     if isinstance(prompt[0], str):
-        return [Prompt(text=text) for text in prompt]
-    return [Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in prompt]
+        return [*embeds, *(Prompt(text=text) for text in prompt)]
+    return [*embeds, *(Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in prompt)]
 
 
 class _TextChoice:

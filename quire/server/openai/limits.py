@@ -33,9 +33,8 @@ _WARNED_FIELDS = 100  # so many unknown names are reported; a client may send an
 _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
 _UNBUILT = (
-    "suffix", "prompt_embeds", "watermarking",
+    "suffix", "watermarking",
     "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_mm_kwargs",
-    "media_io_kwargs", "mm_processor_kwargs",
 )  # fmt: skip
 _UNBUILT_EXTRA = (
     "return_assistant_tokens_mask",
@@ -242,7 +241,8 @@ def _at_each(most_likely: int, vocab_size: int) -> int:
 
 
 def _prompt_size(prompt: Prompt) -> int:
-    return _BYTES_PER_ID * len(prompt.token_ids or ()) + len(prompt.text or "")
+    embeds = len(prompt.embeds) if isinstance(prompt.embeds, str) else 0
+    return _BYTES_PER_ID * len(prompt.token_ids or ()) + len(prompt.text or "") + embeds
 
 
 def _size(name: str, value: Any) -> int:

@@ -184,6 +184,10 @@ async def prepare_requests(
         for _ in prompts
     ]
 
+    if any(prompt.media is not None or prompt.media_uuids is not None for prompt in prompts):
+        salted_prompts = [msgspec.structs.replace(prompt, cache_salt=salt) for prompt in prompts]
+        prompts = [await engine.load_media(prompt) for prompt in salted_prompts]
+
     def prepare_all() -> list[PreparedRequest]:
         check_bytes(prompts, params, request.cache_salt, state.options)
         requests: list[PreparedRequest] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -86,8 +86,8 @@ def add_routes(app: App, state: ServerState) -> None:
     app.include_router(router)
 
 
-def _input_messages(request: ResponsesRequest) -> Messages:
-    return earlier_messages(request) + read_input(request)
+def _input_messages(request: ResponsesRequest, takes_media: bool) -> Messages:
+    return earlier_messages(request) + read_input(request, takes_media=takes_media)
 
 
 class Responses:
@@ -103,7 +103,8 @@ class Responses:
 
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
         """
-        messages = self._conversation(call, request, await call.apart(_input_messages, request))
+        own_messages = await call.apart(_input_messages, request, call.model.takes_media)
+        messages = self._conversation(call, request, own_messages)
         public_id = self._new_id(call, request)
         store = self._store
         with contextlib.nullcontext() if store is None else store.take(call.caller, public_id):
@@ -116,11 +117,19 @@ class Responses:
         tools = await server_tools(request, self._state.tool_server)
         with renamed(NAMES):
             own = [shown(tool) for tool in tools.values()]
-            messages = self._conversation(call, request, await call.apart(_input_messages, request))
+            own_messages = await call.apart(_input_messages, request, model.takes_media)
+            messages = self._conversation(call, request, own_messages)
             chat = chat_request(request, first + messages, in_pieces=False, own=own)
-            text = (await prepare_chat(call, chat)).prompt.text or ""
+            prompt = (await prepare_chat(call, chat)).prompt
+        text = prompt.text or ""
         model.engine.front.inputs.check_length(text, is_cut=True, param="input")
-        ids = await model.engine.read(len(text), model.tokenizer.encode, text, False)
+        ids: Sequence[int]
+        if prompt.has_media:
+            from quire.server.media import media_token_ids  # lazy
+
+            ids = await media_token_ids(call, prompt, add_special_tokens=False)
+        else:
+            ids = await model.engine.read(len(text), model.tokenizer.encode, text, False)
         await call.reply(encode(InputTokens(object="response.input_tokens", input_tokens=len(ids))))
 
     async def _create(self, call: HttpCall, request: ResponsesRequest, messages: Messages, public_id: str) -> None:

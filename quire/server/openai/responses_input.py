@@ -29,6 +29,7 @@ _UNBUILT = ("prompt", "conversation")
 OWN_TOOLS = ("mcp", "web_search_preview", "web_search", "code_interpreter", "container")
 _PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 _TEXTS = ("input_text", "output_text", "text")
+_IMAGES = ("input_image", "input_file")
 # How the fields of a chat request are called here, for refusals.
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -68,13 +69,13 @@ def chat_request(
     return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
 
 
-def read_input(request: ResponsesRequest) -> Messages:
-    """What the request itself adds to the conversation."""
+def read_input(request: ResponsesRequest, *, takes_media: bool = False) -> Messages:
+    """What the request itself adds to the conversation; images as parts of a chat message."""
     if isinstance(request.input, str):
         return [{"role": "user", "content": request.input}]
     if not request.input:
         raise InputError("input is empty; give a text or at least one item", param="input")
-    reader = _MessageBuilder()
+    reader = _MessageBuilder(takes_media)
     for number, item in enumerate(request.input):
         reader.add(item, f"input[{number}]")
     return reader.done()
@@ -109,7 +110,8 @@ def input_items(request: ResponsesRequest) -> Messages:
 class _MessageBuilder:
     """Puts items together to messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_media: bool) -> None:
+        self._takes_media = takes_media
         self._messages: Messages = []
         self._turn: dict[str, Any] = {}  # of the assistant, as far as it has come
 
@@ -128,7 +130,7 @@ class _MessageBuilder:
             self._turn.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             self._flush()
-            output = _texts(item.get("output"), f"{where}.output")
+            output = self._content(item.get("output"), f"{where}.output")
             self._messages.append({"role": "tool", "tool_call_id": _word(item, "call_id", where), "content": output})
         elif kind == "mcp_call":
             self._server_call(item, where)
@@ -142,14 +144,25 @@ class _MessageBuilder:
             )
 
     def _message(self, item: InputItem, where: str) -> None:
-        role, text = _word(item, "role", where), _texts(item.get("content"), f"{where}.content")
+        role, place = _word(item, "role", where), f"{where}.content"
         if role != "assistant":
             self._flush()
-            self._messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": self._content(item.get("content"), place)})
             return
+        text = _texts(item.get("content"), place)
         if "content" in self._turn or "tool_calls" in self._turn:
             self._flush()
         self._turn["content"] = text
+
+    def _content(self, content: Any, place: str) -> str | Messages:
+        """Texts alone are one string."""
+        has_media = isinstance(content, list) and any(part.get("type") in _IMAGES for part in content)
+        if not has_media or not self._takes_media:
+            return _texts(content, place)
+        return [
+            dict(part) if part.get("type") in _IMAGES else {"type": "text", "text": _texts([part], place)}
+            for part in content
+        ]
 
     def _server_call(self, item: InputItem, where: str) -> None:
         """A call that a server ran, with its result in the same item."""

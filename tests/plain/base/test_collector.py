@@ -13,6 +13,8 @@ import pytest
 from quire.base import collector
 from quire.base.collector import no_collections
 
+pytestmark = pytest.mark.usefixtures("frozen_afterwards")
+
 
 class Node:
     """Tracked by the collector."""
@@ -22,6 +24,7 @@ class Node:
 def _collector_as_it_was() -> Iterator[None]:
     was_on, threshold = gc.isenabled(), gc.get_threshold()
     gc.unfreeze()  # others of this process may have frozen theirs
+    collector._pause.someone_freezes = False
     gc.set_threshold(1 << 24)  # none by chance
     gc.enable()
     yield
@@ -76,10 +79,11 @@ def test_a_finalizer_may_pause_collections_while_a_pause_ends(monkeypatch: pytes
     """The first collection after a pause may come while its end still has the lock."""
     ended = threading.Event()
 
-    def collect() -> None:
+    def collect() -> bool:
         monkeypatch.undo()
         with no_collections():
             ended.set()
+        return True
 
     def pause() -> None:
         with no_collections():
@@ -123,6 +127,16 @@ def test_frozen_objects_stay_frozen() -> None:
     with no_collections():
         pass
     assert not any(one is mine for one in gc.get_objects())  # which leaves out what is frozen
+
+
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count them is to visit them all."""
+    counts = iter([1])
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: next(counts))
+    for _ in range(3):
+        with no_collections():
+            pass
+    assert next(counts, None) is None and gc.isenabled()
 
 
 def test_garbage_is_still_found() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -35,6 +38,16 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 while True:
                     self.wfile.write(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+            except OSError:
+                self.close_connection = True
+        elif kind == "drip":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            try:
+                for _ in range(1000):
+                    self.wfile.write(b"x")
+                    time.sleep(0.05)
             except OSError:
                 self.close_connection = True
         else:
@@ -198,3 +211,36 @@ def test_a_file_goes(url: str) -> None:
 def test_a_server_that_is_not_there(url: str) -> None:
     with pytest.raises(FetchError, match=r"GET http://127\.0\.0\.1:1: "):
         get("http://127.0.0.1:1/x")
+
+
+@pytest.mark.parametrize("where", ["resolving", "connecting"])
+def test_the_deadline_holds_before_there_is_a_connection(where: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"resolving": (socket, "getaddrinfo"), "connecting": (socket, "create_connection")}[where]
+    plain = getattr(*slow)
+
+    def later(*args: object, **options: object) -> object:
+        time.sleep(0.4)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(*slow, later)
+    began = time.monotonic()
+    with pytest.raises(FetchError, match=r"longer than the limit of 0\.2 s"):
+        get(f"{url}/drip", replace(LOCAL, deadline_s=0.2))
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("stated", ["\xb2", "9" * 5000, "-1"])
+def test_a_length_that_is_not_a_number_is_not_believed(stated: str) -> None:
+    class Answer:
+        def getheader(self, name: str) -> str:
+            return stated
+
+        def read1(self, count: int) -> bytes:
+            return b""
+
+    assert fetch._copy(fetch.parse("http://example.com/"), Answer(), io.BytesIO(), LOCAL) == 0  # type: ignore[arg-type]
+
+
+def test_a_redirect_to_what_is_not_a_url(url: str) -> None:
+    with pytest.raises(FetchError, match="which is not a URL"):
+        get(f"{url}/to?http://[")

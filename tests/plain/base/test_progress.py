@@ -141,9 +141,9 @@ def test_a_download_shows_itself(ticking: Clock, monkeypatch: pytest.MonkeyPatch
         def getheader(self, name: str) -> str | None:
             return "3000000" if name == "content-length" else None
 
-        def read(self, size: int | None = -1) -> bytes:
+        def read1(self, size: int | None = -1) -> bytes:
             ticking.now += 6.0
-            return super().read(size)
+            return super().read1(size)
 
     class Asked:
         def __enter__(self) -> Answer:
@@ -151,7 +151,7 @@ def test_a_download_shows_itself(ticking: Clock, monkeypatch: pytest.MonkeyPatch
 
         def __exit__(self, *_: Any) -> None: ...
 
-    monkeypatch.setattr(fetch, "_ask", lambda *_: Asked())
+    monkeypatch.setattr(fetch, "_ask", lambda *_, **__: Asked())
     into = io.BytesIO()
     assert download("https://files.example/a", into, FetchPolicy(max_bytes=10_000_000)) == 3_000_000
     assert said[0].startswith("Fetching from files.example: 1.05 MB of 3 MB (34%)")

@@ -10,9 +10,9 @@ import pytest
 
 from quire.config import EngineArgs
 from quire.config.drafting import METHODS, UNBUILT, SpeculativeConfig
-from quire.config.engine import decode, encode
+from quire.config.engine import decode, encode, replace
 from quire.config.foreign import meant_by
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said_once(resolve: Any, speculative: Any, words: str) 
         resolve(speculative)
 
 
-@pytest.mark.parametrize("method", [*UNBUILT, "deepseek_mtp", "qwen3_next_mtp"])
+@pytest.mark.parametrize("method", UNBUILT)
 def test_methods_that_are_not_built_are_refused_by_name(resolve: Any, method: str) -> None:
     with pytest.raises(NotBuiltError, match=f"method '{method}' is not available .*methods are {', '.join(METHODS)}"):
         resolve({"method": method, "model": "x", "num_speculative_tokens": 2})
@@ -102,6 +102,107 @@ def test_a_model_alone_is_a_draft_model(resolve: Any, tmp_path: Path) -> None:
     assert decode(encode(EngineArgs(
         model=str(tmp_path), speculative_config=keys, device="cpu", skip_tokenizer_init=True,
     ).create_engine_config())).speculative_config == resolve(keys)  # fmt: skip
+
+
+MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+SPECULATOR = {"model_type": "mlp_speculator", "n_predict": 3, "emb_dim": 64, "vocab_size": 100, "inner_dim": 32}
+LIBRARY: dict[str, Any] = {
+    "speculators_model_type": "eagle3", "draft_vocab_size": 50, "norm_before_residual": True,
+    "transformer_layer_config": {**LLAMA, "num_hidden_layers": 1},
+    "speculators_config": {
+        "algorithm": "eagle3", "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "other", "speculative_tokens": 9}, {"proposal_type": "greedy", "speculative_tokens": 5},
+        ],
+        "verifier": {"name_or_path": "x"},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def draft(resolve: Any, tmp_path: Path) -> Any:
+    """Resolves with a drafter of this configuration."""
+
+    def run(raw: dict[str, Any], name: str = "draft", model: Any = LLAMA, **keys: Any) -> Any:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(raw))
+        return resolve({"model": str(tmp_path / name), **keys}, model)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("raw", "name", "keys", "expected"),
+    [
+        (MEDUSA, "draft", {}, ("medusa", 3)),
+        ({"model_type": "medusa", "num_heads": 4, "num_hidden_layers": 1}, "draft", {}, ("medusa", 4)),
+        (MEDUSA, "draft", {"num_speculative_tokens": 2}, ("medusa", 2)),
+        (SPECULATOR, "draft", {}, ("mlp_speculator", 3)),
+        (LIBRARY, "draft", {}, ("eagle3", 5)),
+        (LIBRARY, "draft", {"num_speculative_tokens": 7}, ("eagle3", 7)),
+        (LLAMA, "EAGLE-tiny", {"num_speculative_tokens": 2}, ("eagle", 2)),
+        (LLAMA, "EAGLE3-tiny", {"num_speculative_tokens": 2}, ("eagle3", 2)),
+        ({**LLAMA, "architectures": ["LlamaForCausalLMEagle3"]}, "x", {"num_speculative_tokens": 2}, ("eagle3", 2)),
+        (LLAMA, "draft", {"method": "eagle", "num_speculative_tokens": 2}, ("eagle", 2)),
+        (LLAMA, "draft", {"num_speculative_tokens": 2}, ("draft_model", 2)),
+    ],
+)  # fmt: skip
+def test_a_drafter_says_what_it_is(draft: Any, raw: Any, name: str, keys: Any, expected: tuple[str, int]) -> None:
+    made = draft(raw, name, **keys)
+    assert (made.method, made.num_speculative_tokens) == expected
+    facts = made.drafter.model_config.facts
+    assert (facts.hidden_size, facts.vocab_size) == (64, 100)
+    whole = EngineArgs(device="cpu", skip_tokenizer_init=True).create_engine_config()
+    whole = replace(whole, speculative_config=made)
+    assert decode(encode(whole)).speculative_config == made, "another process gets the same"
+
+
+MTP = {**LLAMA, "num_nextn_predict_layers": 1}
+
+
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp"])
+def test_multi_token_prediction_is_of_the_model_itself(resolve: Any, method: str) -> None:
+    made = resolve({"method": method, "num_speculative_tokens": 3}, MTP)
+    assert (made.method, made.num_speculative_tokens, made.drafter, made.has_drafter) == ("mtp", 3, None, True)
+    assert resolve({"method": method}, MTP).num_speculative_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "keys", "error", "words"),
+    [
+        (MEDUSA, {"num_speculative_tokens": 4}, ConfigError, "=4, and the drafter has 3 heads, one for each token"),
+        (MEDUSA, {"num_speculative_tokens": 0}, ConfigError, "num_speculative_tokens must be at least 1"),
+        ({**SPECULATOR, "emb_dim": 32}, {}, ConfigError, "reads hidden states of 32 numbers, and the model's have 64"),
+        ({**SPECULATOR, "vocab_size": 90}, {}, ConfigError, "vocabulary of 90 tokens, and the model one of 100"),
+        ({"model_type": "medusa"}, {"num_speculative_tokens": 1}, ConfigError, "neither num_heads nor medusa_num_hea"),
+        ({"model_type": "mlp_speculator"}, {"num_speculative_tokens": 1}, ConfigError, "has no n_predict"),
+        (LLAMA, {"method": "eagle"}, ConfigError, "method 'eagle' needs num_speculative_tokens"),
+        ({**LLAMA, "hidden_size": 32}, {"method": "eagle", "num_speculative_tokens": 1}, ConfigError, "states of 32"),
+        ({**LLAMA, "model_type": "gemma"}, {"method": "eagle3", "num_speculative_tokens": 1}, NotBuiltError, "'gemma'"),
+        ({**LIBRARY, "target_hidden_size": 48}, {}, ConfigError, "reads hidden states of 48 numbers"),
+        ({**LIBRARY, "norm_before_fc": True}, {}, NotBuiltError, "norm_before_fc=True is not built"),
+        ({**LIBRARY, "speculators_model_type": "peagle"}, {}, NotBuiltError, "for 'peagle' cannot be used"),
+        ({**LIBRARY, "speculators_config": 3}, {}, CheckpointError, "speculators_config is 3; expected a mapping"),
+        (LIBRARY, {"draft_tensor_parallel_size": 2}, ConfigError, "draft_tensor_parallel_size=2"),
+    ],
+)  # fmt: skip
+def test_drafters_that_cannot_draft(draft: Any, raw: Any, keys: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"speculative_config.*{words}|{words}"):
+        draft(raw, **keys)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "words"),
+    [
+        (LLAMA, {"method": "mtp"}, "configuration of LlamaForCausalLM has no num_nextn_predict_layers"),
+        (MTP, {"method": "mtp", "model": "other"}, "drafts with the model's own weights, and model is 'other'"),
+        (MTP, {"method": "eagle", "num_speculative_tokens": 2}, "method 'eagle' needs model"),
+        (MTP, {"method": "mtp", "revision": "main"}, "revision='main' is for draft models"),
+    ],
+)
+def test_models_that_cannot_be_drafted_for(resolve: Any, model: Any, keys: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"speculative_config: .*{words}"):
+        resolve(keys, model)
 
 
 @pytest.mark.parametrize(

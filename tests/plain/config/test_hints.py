@@ -23,12 +23,10 @@ HINTS = [
     (["-cc", "3"], "compilation_config.mode=3"),
     (["-cc.pass_config.enable_sp", "true"], "compilation_config.pass_config.enable_sp=True"),
     (["-cc.backend=inductor"], "compilation_config.backend='inductor'"),
-    (["--mm-processor-cache-gb", "0"], "mm_processor_cache_gb=0.0"),
-    (["--limit-mm-per-prompt", '{"image": 2}'], "limit_mm_per_prompt={'image': 2}"),
-    (["--distributed-executor-backend", "ray"], "distributed_executor_backend='ray'"),
+    (["--mm-processor-device", "cpu"], "mm_processor_device='cpu'"),
+    (["--mm-tensor-ipc", "torch_shm"], "mm_tensor_ipc='torch_shm'"),
     (["--attention-backend", "FLASH_ATTN"], "attention_backend='FLASH_ATTN'"),
     (["--all2all-backend", "deepep_low_latency"], "all2all_backend='deepep_low_latency'"),
-    (["--enable-expert-parallel"], "enable_expert_parallel=True"),
     (["--safetensors-load-strategy", "prefetch"], "safetensors_load_strategy='prefetch'"),
     (["--disable-custom-all-reduce"], "disable_custom_all_reduce=True"),
     (["--swap-space", "8"], "swap_space=8.0"),
@@ -64,7 +62,7 @@ def test_a_hint_does_not_stop_a_start(
 
 
 def test_all_hints_are_in_one_line(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
-    start(tmp_path, "--moe-backend", "triton", "-cc", "3", "--mm-processor-cache-gb", "0")
+    start(tmp_path, "--moe-backend", "triton", "-cc", "3", "--mm-processor-device", "cpu")
     (line,) = lines(told)
     assert line.count(" (") == 3
 
@@ -80,9 +78,9 @@ def test_nothing_is_said_of_defaults_and_of_what_holds(tmp_path: Path, told: pyt
     [
         ["--decode-context-parallel-size", "2"], ["--quantization", "experts_int8"], ["--kv-cache-dtype", "nvfp4"],
         ["--enable-moe-shared-loras"], ["--runner", "draft"],
-        ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'],
+        ["--speculative-config", '{"method": "dflash", "num_speculative_tokens": 2}'],
         ["-ac.use_non_causal", "true"], ["--use-fp64-gumbel"], ["--enable-sleep-mode"],
-        ["--distributed-executor-backend", "external_launcher"], ["--attention-backend", "FLASH_ATN"],
+        ["--enable-eplb"], ["--ray-workers-use-nsight"], ["--attention-backend", "FLASH_ATN"],
     ],
     ids=str,
 )  # fmt: skip

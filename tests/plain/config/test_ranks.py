@@ -10,7 +10,7 @@ import pytest
 
 from quire.config import EngineArgs
 from quire.config.ranks import MOST_RANKS
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 from tests.plain.config.test_hints import LLAMA
 
 
@@ -30,7 +30,10 @@ def resolve(folder: Path, **options: Any) -> Any:
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "some.module:Executor"}, "some.module:Executor"),
         ({"pipeline_parallel_size": 2}, "mp"),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "mp"),
-        ({"distributed_executor_backend": "ray"}, None),  # of no effect on one worker
+        ({"distributed_executor_backend": "external_launcher"}, "external_launcher"),
+        ({"tensor_parallel_size": 4, "nnodes": 2, "master_addr": "10.0.0.1"}, "mp"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 4, "node_rank": 3}, "mp"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "mp"),
     ],
 )
 def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tmp_path: Path) -> None:
@@ -44,8 +47,40 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
     ("options", "error", "said"),
     [
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, ConfigError, "'uni' is one worker"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, NotBuiltError, "'ray' with tensor_par"),
-        ({"distributed_executor_backend": "external_launcher"}, NotBuiltError, "external_launcher"),
+        (
+            {"nnodes": 2, "node_rank": 2, "tensor_parallel_size": 2},
+            ConfigError,
+            "node_rank is 2; it must be below nnodes=2",
+        ),
+        ({"node_rank": 1}, ConfigError, "node_rank is 1; it must be below nnodes=1"),
+        ({"nnodes": 2}, ConfigError, "1 ranks .* cannot be shared out among nnodes=2"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, ConfigError, "3 ranks .tensor_parallel_size 3. cannot be shared"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, NotBuiltError, "nnodes=2 with data_par"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+            ConfigError,
+            "nnodes=2 needs distributed_executor_backend='mp', not 'ray'",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            NotBuiltError,
+            "'external_launcher': pipeline stages",
+        ),
+        (
+            {"enable_lora": True, "distributed_executor_backend": "external_launcher"},
+            NotBuiltError,
+            "adapters are read",
+        ),
+        (
+            {"inter_token_latency_goal_ms": 5.0, "distributed_executor_backend": "external_launcher"},
+            NotBuiltError,
+            "goes by a clock",
+        ),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_lora": True},
+            NotBuiltError,
+            "adapters are not divided as whole experts",
+        ),
         ({"tensor_parallel_size": MOST_RANKS + 1}, ConfigError, f"at most {MOST_RANKS} ranks"),
         ({"tensor_parallel_size": 0}, ConfigError, "at least 1"),
         ({"pipeline_parallel_size": 0}, ConfigError, "at least 1"),
@@ -78,3 +113,17 @@ def test_stages_have_a_step_each_and_no_look_ahead(tmp_path: Path) -> None:
         config = args.create_engine_config()
         assert config.max_concurrent_batches == (2 if size == 1 else 3)
         assert config.scheduler_config.async_scheduling is (size == 1)
+
+
+def test_without_ray_one_worker_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.config.ranks.importlib.util.find_spec", lambda name: None)
+    assert resolve(tmp_path, distributed_executor_backend="ray").distributed_executor_backend is None
+    with pytest.raises(MissingExtraError, match=r"needs the package 'ray'.*quire-llm\[ray\]"):
+        resolve(tmp_path, distributed_executor_backend="ray", tensor_parallel_size=2)
+
+
+def test_with_ray_one_worker_may_be_an_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.config.ranks.importlib.util.find_spec", lambda name: object())
+    for size in (1, 2):
+        parallel = resolve(tmp_path, distributed_executor_backend="ray", tensor_parallel_size=size)
+        assert parallel.distributed_executor_backend == "ray"

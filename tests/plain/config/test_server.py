@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused(asked, words):
         server_config(**asked)
 
 
-@pytest.mark.parametrize("name", ["headless", "grpc", "enable_scale_out"])
+@pytest.mark.parametrize("name", ["grpc", "enable_scale_out"])
 def test_what_is_not_built_is_refused_by_name(name):
     with pytest.raises(NotBuiltError, match=name):
         server_config(**{name: True})
@@ -145,7 +145,7 @@ def test_help_offers_only_what_there_is(capsys):
         make_parser("quire serve").parse_args(["--help=all"])
     everything = capsys.readouterr().out
     assert "Not available yet." not in everything and "--port" in everything
-    absent = ("--enable-moe-shared-loras", "--grpc", "--headless")
+    absent = ("--enable-moe-shared-loras", "--grpc", "--enable-scale-out")
     assert not [flag for flag in absent if f"{flag} " in everything or f"{flag}," in everything]
     with pytest.raises(SystemExit):
         make_parser("quire serve").parse_args(["--help=grpc-port"])

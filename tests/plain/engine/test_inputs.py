@@ -162,7 +162,6 @@ def test_lengths_have_one_message():
     ("prompt", "params", "options"),
     [
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, {}),
-        ({"prompt_embeds": [[1.0]]}, {}, {}),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(inputs, prompt, params, options):

@@ -17,6 +17,7 @@ from quire.engine.process_client import ProcessClient
 from quire.engine.together import pack, unpack
 from quire.llm.online import size_of
 from quire.schema.errors import InputError
+from quire.schema.media import MediaItem
 from quire.schema.messages import EngineReady, EngineRequest, EngineRequests, FinishReason, OneOfMany, ToEngine
 from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams, StructuredOutputsParams
 from quire.schema.prompt import Prompt
@@ -130,7 +131,7 @@ def test_differences_stay(processor: InputProcessor) -> None:
             "lora_id": rng.randint(0, 1),
             "continues": rng.random() < 0.5,
             "arrival": rng.random(),
-            "media_keys": rng.choice([(), ((0, 1, "m"),)]),
+            "media": rng.choice([(), (MediaItem(modality="image", key="m", offset=0, length=1),)]),
             "parent_id": rng.choice([None, "p"]),
             "thinking": rng.choice([None, False]),
         }

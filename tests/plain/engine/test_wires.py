@@ -339,3 +339,31 @@ def test_host_ip(monkeypatch):
     env.forget_all()
     assert host_ip() == "203.0.113.9"
     assert join_host_port("::1", 80) == "[::1]:80" and join_host_port("h", 80) == "h:80"
+
+
+def test_annotations_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines that answered at once were two threads that met a struct first: msgspec ended the process."""
+
+    class Word(msgspec.Struct):
+        text: str
+
+    inside, most = 0, 0
+    plain = msgspec.msgpack.Decoder
+
+    def slow(kind: object) -> object:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.05)
+        inside -= 1
+        return plain(kind)
+
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", slow)
+    codecs = [Codec[Word](Word) for _ in range(4)]
+    frames = codecs[0].encode(Word("x"))
+    threads = [threading.Thread(target=codec.decode, args=(frames,)) for codec in codecs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert most == 1 and codecs[0].decode(frames) == Word("x")

@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from quire.sched.encoder_cache import num_vectors
 from quire.sched.events import AllBlocksCleared, BlockStored
 from quire.sched.gates import SKIP, Gate, Hold
 from quire.sched.kv_layout import blocks_needed
@@ -29,9 +30,11 @@ from quire.sched.request import Request
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema.kv import KVGroup, KVKind, KVLayout
+from quire.schema.media import MediaItem
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import RepetitionDetectionParams, ResolvedParams
 from quire.schema.step import Direction, Grant, LogprobRows, Move, NewRow, StepPlan, StepResult
+from tests.plain.sched.kit import item
 
 VOCABULARY = 9
 F, W, C, S, X = KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK, KVKind.STATE, KVKind.CROSS
@@ -65,7 +68,10 @@ class Row:
         self.epoch, self.given, self.num_prompt = new.epoch, given, new.num_prompt_tokens
         self.tokens = list(new.token_ids)
         self.tables = [list(table) for table in new.blocks]
-        self.media = {p: (key, p - first) for first, n, key in given.media_keys for p in range(first, first + n)}
+        places = [(item.offset, item.offset + item.length, item.key) for item in given.media]
+        assert [(item.offset, item.offset + item.length, item.key) for item in new.media] == places, "other media"
+        self.places = places
+        self.media = {p: (key, p - first) for first, last, key in places for p in range(first, last)}
         self.prefix: list[int] = []  # number of each position's whole prefix
         self.fresh = True
         self.drafts: list[int] = []  # what its drafter proposed last
@@ -102,6 +108,16 @@ class Worker:
         self.homes = [-1] * layout.num_blocks
         self.slots: dict[int, tuple[int, list[object]]] = {}
         self.rows: dict[str, Row] = {}
+        self.encoded: dict[str, int] = {}  # key -> vectors
+        self.takes_media = X not in [group.kind for group in layout.groups]
+
+    def encode(self, plan: StepPlan) -> None:
+        for key in plan.free_encoded:
+            del self.encoded[key]
+        for new in plan.encode:
+            assert new.item.key not in self.encoded, "encoded again"
+            assert new.item.arrays, "nothing to encode"
+            self.encoded[new.item.key] = num_vectors(new.item)
 
     def run(self, plan: StepPlan) -> tuple[StepResult, list[Work]]:
         for name in plan.left:
@@ -113,6 +129,11 @@ class Worker:
         work = [Work(grant, self.rows[grant.request_id]) for grant in plan.grants]
         for one in work:
             self.prepare(one)
+        if self.takes_media:
+            self.encode(plan)
+            needed = {key for one in work for first, last, key in one.row.places
+                      if first < one.upto and one.start < last}  # fmt: skip
+            assert needed <= self.encoded.keys(), "an item was not encoded, or freed too early"
         self.copy([move for move in plan.moves if not move.after])
         for group, spec in enumerate(self.groups):
             passes = {S: (self.read_state, self.write_state), X: (self.write_cross, self.read_cross)}
@@ -190,13 +211,13 @@ class Worker:
         if work.row.fresh:
             for index, block in enumerate(work.row.tables[group]):
                 self.homes[block] = group
-                self.blocks[block][0] = (work.row.given.media_keys, index)
+                self.blocks[block][0] = (work.row.given.media, index)
 
     def read_cross(self, group: int, spec: KVGroup, work: Work) -> None:
         table, given = work.row.tables[group], work.row.given
-        assert len(table) == -(-sum(n for _, n, _ in given.media_keys) // spec.block_size)
+        assert len(table) == -(-sum(item.length for item in given.media) // spec.block_size)
         for index, block in enumerate(table):
-            assert self.homes[block] == group and self.blocks[block][0] == (given.media_keys, index), "cross"
+            assert self.homes[block] == group and self.blocks[block][0] == (given.media, index), "cross"
 
     def sample(self, plan: StepPlan, done: list[Work]) -> StepResult:
         sampled, logprobs, prompts, failed = [], [], {}, {}
@@ -327,6 +348,7 @@ class World:
         length = rng.randint(16, 72)
         depth = rng.randint(1, 3)
         drafts = rng.choice([0, 0, 1, 3, 4]) if S not in [group.kind for group in groups] else 0
+        encodes = rng.choice([3, 8, 20, 200]) if chunked else 200
         self.settings = settings = SchedulerSettings(
             max_model_len=length,
             max_num_batched_tokens=rng.choice([3, 8, 20, 64]) if chunked else length + rng.choice([0, 9]),
@@ -348,7 +370,13 @@ class World:
             prefix_caching=rng.random() < 0.8,
             hash_algorithm=rng.choice(["sha256", "blake2b", "sha256_cbor"]),
             events=rng.random() < 0.3,
+            encoder_tokens=0 if X in [group.kind for group in groups] else encodes,
+            whole_media=rng.random() < 0.3,
         )
+        self.with_media = rng.choice([0.1, 0.1, 0.6])
+        self.longest_item = 9
+        if settings.whole_media:
+            self.longest_item = min(settings.max_num_batched_tokens, settings.long_prefill_threshold or 9)
         layout = KVLayout(num_blocks=0, page_bytes=1, groups=tuple(groups), slots=(), specs=())
         self.media = 7 if X in [group.kind for group in groups] else 0
         need = blocks_needed(layout, length, settings.max_num_batched_tokens)
@@ -392,11 +420,7 @@ class World:
         siblings, parent = rng.choice([1, 1, 1, 2, 4]), f"p{self.counter}"
         generation = rng.randint(0, 1)
         salt, lora, priority = rng.choice([None, None, "a", "b"]), rng.choice([0, 0, 0, 1, 2]), rng.randint(0, 3)
-        media: tuple[tuple[int, int, str], ...] = ()
-        if self.media or rng.random() < 0.15:
-            first = rng.randint(0, size - 1)
-            span = rng.randint(1, self.media or min(9, size - first))
-            media = ((first, span, f"{rng.choice('xy')}{span}"),)  # equal content has equal length
+        media = self.draw_media(size)
         tenant = rng.choice(self.tenants)
         params, max_tokens = rng.choice(PARAMS), rng.choice([rng.randint(1, 24), length])
         for _ in range(siblings):
@@ -410,7 +434,7 @@ class World:
                 params=replace(params, stop_token_ids=rng.choice([(), (2,), (1, 3)])),
                 priority=priority, arrival=float(self.counter),
                 tenant=tenant, cache_salt=salt, lora_id=lora, lora_name=f"adapter {lora}" if lora else None,
-                parent_id=parent, lora_generation=generation if lora else 0, media_keys=media,
+                parent_id=parent, lora_generation=generation if lora else 0, media=media,
             )  # fmt: skip
             self.scheduler.add(given)
             self.clients[name] = Client(given, length)
@@ -420,6 +444,23 @@ class World:
                     self.scheduler.hold(name, reason)
                     self.holds[name].add(reason)
                 self.seen["held"] += 1
+
+    def draw_media(self, size: int) -> tuple[MediaItem, ...]:
+        """Of a prompt of so many tokens. Equal content has equal length."""
+        rng = self.rng
+        if self.media:
+            first, span = rng.randint(0, size - 1), rng.randint(1, self.media)
+            return (item(first, span, f"{rng.choice('xy')}{span}"),)
+        items: list[MediaItem] = []
+        if rng.random() < self.with_media:
+            at = rng.randint(0, size - 1)
+            while at < size and len(items) < 4:
+                span = rng.randint(1, min(9, size - at, self.longest_item))
+                mask = (1, *[rng.randint(0, 1) for _ in range(span - 1)]) if rng.random() < 0.3 else ()
+                one = item(at, span, f"{rng.choice('xyzw')}{span}{mask or ''}")
+                items.append(replace(one, takes_vector=bytes(mask)))
+                at += span + rng.choice([0, 0, 1, 3])
+        return tuple(items)
 
     def watch_shares(self) -> None:
         """Whatever is given up belongs to one that has more than its share, and is claimed by one that has less."""
@@ -559,6 +600,7 @@ class World:
             assert grant.start + grant.count < limit, "a token is computed that nobody will read"
             threshold = settings.long_prefill_threshold
             assert not threshold or grant.count <= threshold, "more than the chunk limit"
+        self.check_encoding(plan)
         adapters = {self.scheduler.requests[grant.request_id].source.lora_id for grant in plan.grants}
         assert not self.one_adapter or len(adapters - {0}) <= 1, "two adapters in one step"
         most = max(partial.values(), default=0)
@@ -568,6 +610,19 @@ class World:
             self.seen["hits"] += new.epoch == 0 and self.scheduler.requests[new.request_id].num_cached > 0
             assert new.request_id not in rows or new.request_id in plan.left
             assert not self.holds[new.request_id], "one that is held joined"
+
+    def check_encoding(self, plan: StepPlan) -> None:
+        settings, encoder = self.settings, self.scheduler.planner.encoder
+        sizes = [num_vectors(one.item) for one in plan.encode]
+        assert sum(sizes) <= settings.encoder_tokens or len(sizes) == 1, "more is encoded than the budget"
+        self.seen["encoded"] += len(sizes)
+        self.seen["freed"] += len(plan.free_encoded)
+        for grant in plan.grants:
+            media = self.scheduler.requests[grant.request_id].source.media
+            upto = grant.start + grant.count
+            if settings.whole_media and encoder is not None:
+                assert not any(one.offset < upto < one.offset + one.length for one in media), "an item is split"
+            self.seen["with media"] += any(one.offset < upto and grant.start < one.offset + one.length for one in media)
 
     def check_flights(self, plan: StepPlan) -> None:
         most = self.settings.overlap or self.settings.depth
@@ -614,6 +669,12 @@ class World:
         assert all(client.finish is not None for client in self.clients.values()), "a request was forgotten"
         assert set(self.worker.rows) == set(self.scheduler.planner.left), "rows are left over"
         self.scheduler.audit()
+        encoder = self.scheduler.planner.encoder
+        if encoder is not None:
+            assert not encoder.unfinished and not encoder._made_by, "media of requests that ended"
+            freed = set(encoder._freed)
+            assert encoder.entries.keys() | freed >= self.worker.encoded.keys() - freed, "vectors nobody will free"
+            assert encoder.entries.keys() <= self.worker.encoded.keys(), "vectors that are not there"
 
 
 def run_seed(

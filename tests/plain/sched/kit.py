@@ -9,6 +9,7 @@ from typing import Any
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema.kv import KVGroup, KVKind, KVLayout
+from quire.schema.media import ArrayData, MediaItem
 from quire.schema.messages import EngineOutput, EngineRequest
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, StepPlan, StepResult
@@ -25,10 +26,17 @@ def layout(num_blocks: int, *groups: tuple[KVKind, int, int]) -> KVLayout:
     return KVLayout(num_blocks=num_blocks, page_bytes=1, groups=tuple(made), slots=(), specs=())
 
 
+def item(offset: int, length: int, key: str) -> MediaItem:
+    return MediaItem(
+        modality="image", key=key, offset=offset, length=length, arrays={"pixels": ArrayData((0,), "uint8", b"")}
+    )
+
+
 def request(name: str, prompt: int | list[int] = 6, max_tokens: int = 8, **more: Any) -> EngineRequest:
     """A prompt given by its length holds tokens that differ by request, so nothing is shared by accident."""
     ids = [sum(name.encode()) * 100 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     params = more.pop("params", None) or ResolvedParams()
+    more["media"] = tuple(item(*where) for where in more.pop("media_keys", ()))
     return EngineRequest(
         request_id=name, prompt_token_ids=tuple(ids), params=params, seed=0, max_tokens=max_tokens, eos_token_id=EOS,
         **more,

@@ -218,7 +218,7 @@ def test_who_does_not_read_may_still_write() -> None:
     "more", [{"cache_salt": "s"}, {"lora_id": 1, "lora_name": "l"}, {"media_keys": ((0, 2, "m"),)}]
 )
 def test_other_keys_other_prefixes(more: dict[str, object]) -> None:
-    bench = Bench()
+    bench = Bench(encoder_tokens=64)
     bench.add(request("a", PROMPT, 1))
     bench.step()
     assert hit_of(bench, request("b", PROMPT, **more))[0] == 0

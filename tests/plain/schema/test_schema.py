@@ -8,6 +8,7 @@ import pytest
 
 from quire.schema.errors import EngineDeadError, InputError, MissingExtraError
 from quire.schema.kv import KVKind, KVSpec
+from quire.schema.media import ArrayData, MediaItem
 from quire.schema.messages import Abort, ControlCall, EngineOutput, EngineRequest, FromEngine, Outputs, ToEngine
 from quire.schema.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
 from quire.schema.params import (
@@ -234,13 +235,18 @@ def test_what_a_plan_does_not_say_does_not_travel() -> None:
 
 
 def test_plans_and_results_cross_with_all_they_may_hold() -> None:
-    row = NewRow(request_id="a", epoch=0, token_ids=(1,), num_prompt_tokens=1, params=PoolingParams(task="x"), seed=3)
+    arrays = {"pixels": ArrayData((2, 1), "float32", bytes(8))}
+    item = MediaItem(modality="image", key="k", offset=0, length=2, arrays=arrays, takes_vector=b"\x01\x00")
+    row = NewRow(
+        request_id="a", epoch=0, token_ids=(1,), num_prompt_tokens=1, params=PoolingParams(task="x"), seed=3,
+        media=(item,),
+    )  # fmt: skip
     plan = StepPlan(
         step=1,
         grants=(Grant("a", 3, 4, True, 0, ((5,),), 3),),
         joined=(row,),
         moves=(Move(1, 2), Move(3, 4, Direction.IN), Move(5, 6, Direction.OUT, after=True)),
-        encode=(EncodeItem("key", "a", 0),),
+        encode=(EncodeItem("a", item),),
         free_encoded=("old",),
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan

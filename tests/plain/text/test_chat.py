@@ -229,13 +229,19 @@ def test_content_parts_arrive_as_the_template_wants_them() -> None:
     assert render_chat(strings, refusal) == "no"
 
 
-def test_media_wait_for_their_room() -> None:
-    ours = tokenizer_with(PARTS)
-    messages = [{"role": "user", "content": [{"type": "text", "text": "see"}, {"image_url": {"url": "x"}}]}]
-    with pytest.raises(NotBuiltError, match="'image_url'"):
-        render_chat(ours, messages)
-    assert render_chat(ours, messages, media=lambda part: "<img>") == "<user>see<img>\n"
-    assert render_chat(ours, messages, media=lambda part: {"type": "image"}) == "<user>see<image>\n"
+def test_media_are_refused_unless_something_stands_for_them() -> None:
+    ours, strings = tokenizer_with(PARTS), tokenizer_with("{{ messages[0].content }}")
+    raw = [{"role": "user", "content": [{"type": "text", "text": "see"}, {"image_url": {"url": "x"}}]}]
+    placed = {"type": "image", "written": "<img>"}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "see"}, placed, {"type": "text", "text": "it"}]}]
+    for unplaced, media in ((raw, ""), (raw, "first"), (messages, "")):
+        with pytest.raises(NotBuiltError, match="image"):
+            render_chat(ours, unplaced, media=media)
+    assert render_chat(ours, messages, media="first") == "<user>see<image>it\n"
+    assert render_chat(strings, messages, media="first") == "<img>\nsee\nit"
+    assert render_chat(strings, messages, media="between") == "see\n<img>\nit"
+    mentioned = [{"role": "user", "content": [{"type": "text", "text": "see <img> now"}, placed, placed]}]
+    assert render_chat(strings, mentioned, media="first") == "<img>\nsee <img> now"
 
 
 def test_no_content_is_told_from_empty_content_only_where_asked() -> None:

@@ -110,7 +110,8 @@ def test_any_cut_gives_the_same(name: str) -> None:
     for number, case in enumerate([*cases(name), *(Case("broken", one) for one in broken)]):
         want = shown(parse(name, [case.text]))
         count = 10 if case.title.endswith(", text before") else 200
-        for pieces in (list(case.text) or [""], tokens(case.text), *random_cuts(case.text, count, number)):
+        cuts = (list(case.text) or [""], tokens(case.text), *random_cuts(case.text, count, number))
+        for pieces in {tuple(one): one for one in cuts}.values():  # a short text is cut at the same places many times
             assert shown(parse(name, pieces)) == want, (case.title, pieces)
 
 

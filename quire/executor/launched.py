@@ -1,0 +1,108 @@
+"""The backend `external_launcher`: torchrun, or another launcher, has started one program per rank, and each of them
+has an engine of its own in its process.
+
+All ranks are given the same requests in the same order, plan the same steps, and meet in the sums of a forward pass; so
+each of them has every answer, and nothing is sent around. What would make plans differ is agreed upon (how much KV
+there is) or waited for (`is_in_step`: grammars); a program that gives its ranks different requests is told so at the
+step in which they join. Must not know: tensors, or how ranks reach each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from typing import TYPE_CHECKING, Concatenate
+
+import msgspec
+
+from quire.base import env, registry
+from quire.config.engine import replace
+from quire.executor.base import WORKER, Answer, Arguments, WorkerProtocol, resolve_verb
+from quire.executor.inproc import InProcessExecutor, no_worker
+from quire.schema.errors import ConfigError, EngineDeadError
+from quire.schema.step import StepPlan
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+LAUNCHED = "env://"  # where torch.distributed finds its peers: as the launcher's variables say
+
+
+class LaunchedExecutor(InProcessExecutor):
+    """This rank's worker, in step with those of the others."""
+
+    is_in_step = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        parallel = config.parallel_config
+        size = parallel.world_size
+        config = replace(config, **{f"parallel_config.{name}": value for name, value in places(size).items()})
+        self._num_ranks = size
+        rank = launched_rank(size * parallel.data_parallel_size) % size
+        self._worker: WorkerProtocol | None = registry.load(WORKER)(
+            config, rank=rank, num_workers=size, meeting=LAUNCHED
+        )
+        self.forward = self.sample = no_worker
+
+    def ask(
+        self,
+        verb: Callable[Concatenate[WorkerProtocol, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Answer]:
+        answers = super().ask(verb, *args, **kwargs)
+        if verb.__name__ == WorkerProtocol.init_kv.__name__ and self._num_ranks > 1:
+            self.forward = self._forward
+        if verb.__name__ == WorkerProtocol.free_bytes.__name__:
+            return [min(self._gather(int(answer))) for answer in answers]  # type: ignore[call-overload,misc]
+        return answers
+
+    def _forward(self, plan: StepPlan) -> None:
+        if plan.joined:
+            self._check(plan)
+        self.worker.forward(plan)
+
+    def _gather(self, number: int) -> list[int]:
+        numbers: list[int] = resolve_verb("gather_number")(self.worker, number)
+        return numbers
+
+    def _check(self, plan: StepPlan) -> None:
+        digest = int.from_bytes(sha256(msgspec.msgpack.encode(plan)).digest()[:7], "little")
+        if len(set(digests := self._gather(digest))) > 1:
+            other = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+            raise EngineDeadError(
+                f"rank {other} was given other requests than rank 0: with distributed_executor_backend="
+                "'external_launcher' every rank runs the same program, with the same prompts, parameters and seeds"
+            )
+
+
+def launched_rank(total: int) -> int:
+    """Of this program among those that were launched. ConfigError: they were not, or are not so many."""
+    rank, size = env.RANK.get(), env.WORLD_SIZE.get()
+    if rank is None or size is None:
+        raise ConfigError(
+            "distributed_executor_backend='external_launcher' needs RANK and WORLD_SIZE in the environment: start the "
+            "program with torchrun",
+            param="distributed_executor_backend",
+            value="external_launcher",
+        )
+    if size % total or not 0 <= rank < size:
+        raise ConfigError(
+            f"WORLD_SIZE is {size} and RANK {rank}; programs are launched for {total} ranks (tensor_parallel_size x "
+            "data_parallel_size), or a multiple of them",
+            param="distributed_executor_backend",
+            value="external_launcher",
+        )
+    return rank
+
+
+def places(size: int) -> dict[str, int]:
+    """Which part of this machine a rank has, by the launcher's variables, in ParallelConfig's terms."""
+    total = env.WORLD_SIZE.get() or size
+    here = env.LOCAL_WORLD_SIZE.get() or total
+    local = env.LOCAL_RANK.get() or 0
+    if here >= size:
+        return {"nnodes": 1, "data_parallel_rank_local": local // size, "num_engines_here": here // size}
+    if size % here:
+        raise ConfigError(f"{size} ranks cannot be shared out among machines of {here} (LOCAL_WORLD_SIZE)")
+    return {"nnodes": size // here, "data_parallel_rank_local": 0, "num_engines_here": 1}

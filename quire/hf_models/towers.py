@@ -1,0 +1,197 @@
+"""Towers: transformers' own encoders of media, with their projectors, out of a checkpoint of a whole model.
+
+In: the raw config.json and the folder. Out: an object that makes vectors of what a processor returned for one item. The
+class of the whole model is made with a language model of no layers, filled by transformers' loader, which knows the
+names of every class's tensors, and then freed of what is left of the language model. Must not know: our declarations,
+steps, requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
+
+from quire.hf_models.foreign import class_of, config_of, default_dtype, quiet
+from quire.schema.errors import CheckpointError, NotBuiltError, some
+
+_METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_LANGUAGE = ("language_model", "text_model", "lm_head")
+_CODES = (
+    "qweight",
+    "qzeros",
+    "scales",
+    "weight_scale",
+    "weight_packed",
+    "absmax",
+)  # ends of names of quantized weights
+
+
+# arrays whose names differ between processors and encoders
+_ARGUMENTS = {"image_patches": "pixel_values"}
+
+
+class Tower:
+    def __init__(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
+        self.name, self.module, self._dtype = name, module, dtype
+        self._methods = {kind: method for kind, name in _METHODS.items() if (method := _method(module, name))}
+
+    def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
+        """[n, width]: all vectors of an item, in their order."""
+        method = self._methods.get(modality)
+        if method is None:
+            raise NotBuiltError(f"{self.name} has no encoder for {modality}")
+        known = set(inspect.signature(method).parameters)
+        named = {name if name in known else _ARGUMENTS.get(name, name): tensor for name, tensor in arrays.items()}
+        inputs = {
+            name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in named.items()
+            if name in known
+        }
+        return _vectors(method(**inputs))
+
+
+def _method(module: nn.Module, name: str) -> Any:
+    """Of the whole, or of the model within it: whichever names its arguments."""
+    inner = module.__dict__.get("_modules", {}).get("model")
+    for owner in (inner, module):
+        if owner is not None and name in (added := _ADDED.get(type(owner).__name__, {})):
+            return partial(added[name], owner)
+        if owner is not None and callable(method := owner.__class__.__dict__.get(name)):
+            return method.__get__(owner)
+    return None
+
+
+def _qwen2_audio(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:
+    """As the model does within its forward pass: frames of the mask only, half of them after the convolutions."""
+    lengths, halves = model.audio_tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+    most = (input_features.shape[-1] - 2) // 2 + 1
+    seen = torch.arange(most, device=lengths.device)[None] < lengths[:, None]
+    mask = create_bidirectional_mask(
+        config=model.audio_tower.config,
+        inputs_embeds=torch.zeros((*seen.shape, 1), dtype=input_features.dtype, device=lengths.device),
+        attention_mask=seen.long(),
+    )
+    hidden = model.audio_tower(input_features, attention_mask=mask).last_hidden_state
+    vectors: Tensor = model.multi_modal_projector(hidden)
+    return vectors[torch.arange(vectors.shape[1], device=halves.device)[None] < halves[:, None]]
+
+
+def _llama4(model: Any, pixel_values: Tensor) -> Tensor:
+    """The projector is called in the forward pass."""
+    hidden = model.get_image_features(pixel_values=pixel_values).last_hidden_state
+    vectors: Tensor = model.multi_modal_projector(hidden.reshape(-1, hidden.shape[-1]))
+    return vectors
+
+
+# encoders that a class has, all or in part, within its forward pass only
+_ADDED: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "Qwen2AudioModel": {"get_audio_features": _qwen2_audio},
+    "Llama4ForConditionalGeneration": {"get_image_features": _llama4},
+}
+
+
+def _vectors(output: Any) -> Tensor:
+    """What the methods of different classes return: a tensor, several, or an output with them."""
+    # An output of transformers 5.17 has what was assigned to it later as an attribute only, one of 5.22 as an item.
+    parts = {**vars(output), **output} if isinstance(output, Mapping) else {}
+    pooled = parts.get("pooler_output")
+    if pooled is None:
+        pooled = parts.get("last_hidden_state")
+    deep = parts.get("deepstack_features")
+    if deep and pooled is not None:  # columns of later layers, behind those of the embedding
+        return torch.cat([_vectors(part) for part in (pooled, *deep)], -1)
+    output = output if pooled is None else pooled
+    if isinstance(output, list | tuple):
+        return torch.cat([one.reshape(-1, one.shape[-1]) for one in output])
+    if not isinstance(output, Tensor):
+        raise NotBuiltError(f"an encoder returned a {type(output).__name__}, not vectors")
+    return output.reshape(-1, output.shape[-1])
+
+
+def load_tower(
+    raw: Mapping[str, Any],
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_dummy: bool = False,
+    safetensors: bool = True,
+) -> Tower:
+    """`is_dummy`: the weights are random."""
+    config = config_of(raw, path, False)
+    kind = class_of(raw, config, path, False)
+    _without_layers(config)
+    _without_quantization(config)
+    if is_dummy:
+        with quiet(), default_dtype(dtype):
+            module: nn.Module = kind(config)
+    else:
+        module = _read(kind, config, path, dtype, safetensors)
+    _drop_language(module)
+    return Tower(kind.__name__, module.eval().requires_grad_(False).to(device), dtype)
+
+
+def _without_layers(config: PreTrainedConfig) -> None:
+    text = next((config.__dict__[part] for part in _TEXT_PARTS if part in config.__dict__), config)
+    text.num_hidden_layers = 0
+    for name, value in list(vars(text).items()):
+        if name in ("layer_types", "no_rope_layers", "moe_layers") and isinstance(value, list):
+            setattr(text, name, [])
+
+
+def _without_quantization(config: PreTrainedConfig) -> None:
+    """Encoders are not quantized, and for the language model's layers transformers would want packages of its own. fp8
+    stays: it needs none, and encoders may have it."""
+    about = config.__dict__.get("quantization_config")
+    method = about.get("quant_method") if isinstance(about, Mapping) else None
+    if about is not None and method != "fp8":
+        del config.__dict__["quantization_config"]
+
+
+def _read(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, folder: str, dtype: torch.dtype, safetensors: bool
+) -> nn.Module:
+    try:
+        with quiet():
+            read: Any = kind.from_pretrained
+            model, report = read(
+                folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
+                use_safetensors=safetensors, weights_only=True,
+            )  # fmt: skip
+    except Exception as wrong:  # noqa: BLE001  # damaged files end in errors of many kinds
+        reason = f"{type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}"
+        raise CheckpointError(f"the encoder of {folder} cannot be read as {kind.__name__}: {reason}") from None
+    own = [name for name in sorted(report.get("missing_keys") or ()) if not _is_language(name)]
+    coded = [name for name in report.get("unexpected_keys") or () if not _is_language(name) and name.endswith(_CODES)]
+    if coded:
+        raise NotBuiltError(
+            f"{folder} has a quantized encoder, which is not built: {some(sorted(coded))}", param="model"
+        )
+    shapes = [str(one) for one in report.get("mismatched_keys") or ()]
+    if own or shapes:
+        raise CheckpointError(
+            f"{folder} does not fit the encoder of {kind.__name__}: {len(own)} tensors are missing ({some(own)}), "
+            f"{len(shapes)} have wrong shapes ({some(shapes)})"
+        )
+    made: nn.Module = model
+    return made
+
+
+def _is_language(name: str) -> bool:
+    return any(part in _LANGUAGE for part in name.split("."))
+
+
+def _drop_language(module: nn.Module) -> None:
+    """The language model's embedding, norm and head were made with the whole, and are not needed."""
+    for owner in list(module.modules()):
+        for name in _LANGUAGE:
+            if isinstance(owner._modules.get(name), nn.Module):
+                owner._modules[name] = nn.Identity()

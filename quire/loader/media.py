@@ -1,0 +1,91 @@
+"""The encoder of a model that takes media: transformers' tower, and how positions run through an item.
+
+In: the configuration. Out: a TowerEncoder, or None where the model, as configured, takes no media. Must not know:
+steps, requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.vector_places import runs_of_vectors
+from quire.loader.files import find_weights
+from quire.models.build import read_arch
+from quire.models.mrope import VisionGrid, mrope
+from quire.ops.op import Kernels
+from quire.schema.errors import NotBuiltError
+from quire.schema.media import ArrayData, MediaItem
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.hf_models.towers import Tower
+
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+_NUMPY = {"float32": np.float32, "float64": np.float64, "int64": np.int64, "int32": np.int32}
+
+
+class TowerEncoder:
+    def __init__(self, tower: Tower, raw: Mapping[str, Any], num_channels: int) -> None:
+        self._tower, self.num_channels = tower, num_channels
+        vision = raw.get("vision_config") or {}
+        self._merge = int(vision.get("spatial_merge_size") or 2)
+        self._per_second = vision.get("tokens_per_second")
+
+    def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
+        return self._tower.encode(modality, arrays)
+
+    def reload(self, other: TowerEncoder) -> None:
+        """Take another's weights, in place."""
+        self._tower.module.load_state_dict(other._tower.module.state_dict())
+
+    def channels(self, length: int, media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
+        return mrope(length, [grid for item in media for grid in self._grids(item)])
+
+    def _grids(self, item: MediaItem) -> list[VisionGrid]:
+        """Those of its rows that a grid describes; embeddings have none and are as text."""
+        name = next((name for name in _GRIDS if name in item.arrays), None)
+        if name is None:
+            return []
+        (frames, height, width), *_ = _array(item.arrays[name]).reshape(-1, 3).tolist()
+        interval = 1.0
+        if item.modality == "video" and self._per_second is not None:
+            seconds = _array(item.arrays["second_per_grid_ts"]) if "second_per_grid_ts" in item.arrays else [1.0]
+            interval = float(self._per_second) * float(seconds[0])
+        height, width = height // self._merge, width // self._merge
+        runs = list(runs_of_vectors(item))
+        if len(runs) == 1:
+            return [VisionGrid(runs[0][0], (frames, height, width), interval)]
+        if any(last - first != height * width for first, last in runs):
+            raise ValueError(f"frames of {height} x {width} vectors stand at {runs[:4]}")
+        return [VisionGrid(first, (1, height, width)) for first, _ in runs]  # frames with text between them
+
+
+def _array(source: ArrayData) -> np.ndarray:
+    return np.frombuffer(source.data, _NUMPY[source.dtype])
+
+
+def _has_safetensors(config: EngineConfig) -> bool:
+    how = config.load_config
+    return find_weights(config.model_config.path, how.load_format, how.ignore_patterns).kind == "safetensors"
+
+
+def make_encoder(config: EngineConfig, kernels: Kernels) -> TowerEncoder | None:
+    about = config.model_config
+    if not about.takes_encoder:
+        return None
+    if about.path.endswith(".gguf"):
+        raise NotBuiltError(f"{about.path} has no encoder for media; set language_model_only=True", param="model")
+    from quire.hf_models.towers import load_tower  # lazy
+
+    arch, is_dummy = read_arch(about.hf_config), config.load_config.load_format == "dummy"
+    tower = load_tower(
+        about.hf_config, about.path, dtype=getattr(torch, about.dtype), device=kernels.device,
+        is_dummy=is_dummy, safetensors=is_dummy or _has_safetensors(config),
+    )  # fmt: skip
+    sections = next((len(layer.rope.sections) for layer in arch.layers if layer.rope is not None), 0)
+    return TowerEncoder(tower, about.hf_config, sections)

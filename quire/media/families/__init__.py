@@ -1,0 +1,58 @@
+"""Which family a checkpoint belongs to: by the class of its processor, else by its type."""
+
+from __future__ import annotations
+
+from quire.base.registry import Registry
+from quire.media.families.base import Family
+from quire.media.settings import ProcessorFiles
+
+_PLACE = "quire.media.families."
+FAMILIES = Registry(
+    "media processor",
+    {
+        "LlavaProcessor": _PLACE + "llava:Llava",
+        "LlavaNextProcessor": _PLACE + "llava:LlavaNext",
+        "LlavaOnevisionProcessor": _PLACE + "llava:LlavaOneVision",
+        "Qwen2VLProcessor": _PLACE + "qwen:Qwen2VL",
+        "Qwen2_5_VLProcessor": _PLACE + "qwen:Qwen2VL",
+        "Qwen3VLProcessor": _PLACE + "qwen:Qwen3VL",
+        "Gemma3Processor": _PLACE + "gemma:Gemma3",
+        "PaliGemmaProcessor": _PLACE + "gemma:PaliGemma",
+        "Idefics3Processor": _PLACE + "tiles:Idefics3",
+        "SmolVLMProcessor": _PLACE + "tiles:Idefics3",
+        "InternVLProcessor": _PLACE + "tiles:InternVL",
+        "PixtralProcessor": _PLACE + "tiles:Pixtral",
+        "Qwen2AudioProcessor": _PLACE + "speech:Qwen2Audio",
+    },
+)
+_OF_TYPE = {
+    "llava": "LlavaProcessor",
+    "vipllava": "LlavaProcessor",
+    "llava_next": "LlavaNextProcessor",
+    "llava_onevision": "LlavaOnevisionProcessor",
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+    "gemma3": "Gemma3Processor",
+    "paligemma": "PaliGemmaProcessor",
+    "idefics3": "Idefics3Processor",
+    "smolvlm": "SmolVLMProcessor",
+    "internvl": "InternVLProcessor",
+    "mistral3": "PixtralProcessor",
+    "qwen2_audio": "Qwen2AudioProcessor",
+}
+
+
+def family_name(files: ProcessorFiles) -> str | None:
+    """None: there is no data for it here."""
+    if files.processor_class in FAMILIES:
+        return files.processor_class
+    if str(files.vision.get("model_type")) == "pixtral":
+        return "PixtralProcessor"
+    return _OF_TYPE.get(str(files.config.get("model_type")))
+
+
+def make_family(name: str, files: ProcessorFiles) -> Family:
+    family: Family = FAMILIES.get(name)(files)
+    return family

@@ -1,0 +1,67 @@
+"""What a family of models does with its media, as the rest of the package sees it.
+
+Must not know: where items come from, tokenizers, positions in a prompt.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from quire.media.settings import ProcessorFiles, Settings
+from quire.schema.errors import InputError
+
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+HALF = [0.5, 0.5, 0.5]
+BILINEAR, BICUBIC, LANCZOS = 2, 3, 1
+
+
+class ProcessedItem(NamedTuple):
+    """One item: what its encoder reads, the text that stands for it, and how many vectors the encoder makes of it."""
+
+    arrays: dict[str, Any]  # numpy's, or ArrayData
+    text: str
+    num_vectors: int
+
+
+class Family(abc.ABC):
+    """Made once per model. `placeholders`: the token that a prompt has for an item, by modality. `features`: the token
+    whose positions get vectors; the same one unless said otherwise."""
+
+    placeholders: Mapping[str, str] = {}
+    features: Mapping[str, str] = {}
+    counts_items = False  # an item alone in its prompt is processed differently
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.files = files
+
+    @abc.abstractmethod
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        """`value`: an image of PIL, a Video or an Audio. `count`: items of this modality in the prompt."""
+
+    def feature(self, modality: str) -> str:
+        return self.features.get(modality, self.placeholders[modality])
+
+    def written(self, modality: str, number: int) -> str:
+        """What stands for the item with this number (from 1) in a message whose content is a string."""
+        return self.placeholders[modality]
+
+    def embeds_text(self, modality: str, num: int) -> str:
+        """What stands for so many vectors that were given in place of an item."""
+        raise InputError(f"this model takes no embeddings of {modality} items", param="multi_modal_data")
+
+    def lay_out(self, text: str) -> str:
+        """A prompt as the model expects it, before items are expanded."""
+        return text
+
+    def settings(self, modality: str, defaults: Mapping[str, Any], *further: str) -> Settings:
+        return Settings.of(defaults, self.files.parts.get(modality, {}), further)
+
+    def processor(self, defaults: Mapping[str, Any]) -> Settings:
+        return Settings.of(defaults, self.files.processor)
+
+    def refuse(self, modality: str) -> InputError:
+        return InputError(
+            f"this model takes {', '.join(self.placeholders)} and no {modality}", param="multi_modal_data"
+        )

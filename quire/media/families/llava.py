@@ -1,0 +1,262 @@
+"""LLaVA: one square per image (1.5), or the image in tiles beside it whole (Next, OneVision)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from quire.media import pixels
+from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, Family, ProcessedItem
+from quire.media.pixels import Array, Size
+from quire.media.settings import ProcessorFiles, Settings
+from quire.schema.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_IMAGE = {
+    "do_resize": True,
+    "size": {"shortest_edge": 224},
+    "resample": BICUBIC,
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+    "do_convert_rgb": True,
+}
+_MOST_CHOICES = 256
+
+
+def resized(image: Image, settings: Settings) -> Array:
+    """Bytes after the steps that CLIP's processor takes."""
+    if settings.flag("do_resize", True):
+        edges = settings.edges("size")
+        if "height" in edges and "width" in edges:
+            size = edges["height"], edges["width"]
+        elif "longest_edge" in edges and "shortest_edge" in edges:
+            size = pixels.between_edges(image, edges["shortest_edge"], edges["longest_edge"])
+        elif "shortest_edge" in edges:
+            size = pixels.shortest_edge(image, edges["shortest_edge"])
+        else:
+            raise InputError(f"size of the media processor has none of its keys: {sorted(edges)}", param="size")
+        image = pixels.resize(image, size, settings.filter(BICUBIC))
+    array = pixels.planes(image)
+    return pixels.centre_crop(array, settings.box("crop_size")) if settings.flag("do_center_crop") else array
+
+
+class ClipTokens:
+    """How many vectors a square of the tower gives. A CLS vector is one more, which the default strategy drops."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        config, vision, own = files.config, files.vision, files.processor
+        self.patch = Settings.of({"patch_size": vision.get("patch_size")}, own).whole("patch_size")
+        strategy = own.get("vision_feature_select_strategy") or config.get("vision_feature_select_strategy")
+        has_class = "clip" in str(vision.get("model_type", "")) and "siglip" not in str(vision.get("model_type", ""))
+        further = own.get("num_additional_image_tokens")
+        self.further = int(has_class) if further is None else Settings(own).whole("num_additional_image_tokens", low=0)
+        self.fewer = int((strategy or "default") == "default")
+
+    def of(self, height: int, width: int) -> int:
+        return (height // self.patch) * (width // self.patch) + self.further - self.fewer
+
+
+class Llava(Family):
+    placeholders = {"image": "<image>"}
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        token = files.processor.get("image_token")
+        if isinstance(token, str) and token:
+            self.placeholders = {"image": token}
+        self.tokens = ClipTokens(files)
+        defaults = {**_IMAGE, "do_pad": False, **_tower_size(files)}
+        self.image = self.settings("image", defaults, "pad_size")
+
+    def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        if modality != "image":
+            raise self.refuse(modality)
+        settings = self.image.over(options)
+        if settings.flag("do_pad"):
+            colour = [int(part * 255) for part in settings.get("image_mean", CLIP_MEAN)]
+            value = _squared(value, colour)
+        array = settings.levels().apply(resized(value, settings))
+        num = self.tokens.of(*array.shape[-2:])
+        return ProcessedItem({"pixel_values": array[None]}, self.placeholders["image"] * num, num)
+
+    def embeds_text(self, modality: str, num: int) -> str:
+        return self.placeholders[modality] * num
+
+
+def _tower_size(files: ProcessorFiles) -> dict[str, Any]:
+    """The tower's own size where no file of a processor says one."""
+    side = files.vision.get("image_size")
+    if files.parts.get("image") or not isinstance(side, int):
+        return {}
+    return {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+
+
+def _squared(image: Image, colour: list[int]) -> Image:
+    import numpy as np  # lazy
+
+    from quire.media.images import pillow  # lazy
+
+    filled = pixels.square(pixels.planes(image), colour)
+    result: Image = pillow().Image.fromarray(np.ascontiguousarray(np.moveaxis(filled, 0, -1)))
+    return result
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+def tiled(image: Image, choices: list[list[int]], whole: Size, tile: int, settings: Settings) -> list[Image]:
+    """The image whole at `whole`, then its tiles."""
+    import numpy as np  # lazy
+
+    from quire.media.images import pillow  # lazy
+
+    lib, filter_ = pillow(), settings.filter(BICUBIC)
+    target = pixels.best_resolution((image.height, image.width), choices)
+    inner = pixels.fitted((image.height, image.width), target)
+    padded = pixels.pad_to(pixels.planes(pixels.resize(image, inner, filter_)), target)
+    parts = [
+        lib.Image.fromarray(np.ascontiguousarray(np.moveaxis(part, 0, -1)))
+        for part in pixels.tiles(padded, (tile, tile))
+    ]
+    return [pixels.resize(image, whole, filter_), *parts]
+
+
+def choices_of(settings: Settings) -> list[list[int]]:
+    value = settings.get("image_grid_pinpoints")
+    good = isinstance(value, (list, tuple)) and 0 < len(value) <= _MOST_CHOICES
+    if not good or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value):
+        raise InputError(f"image_grid_pinpoints must be 1 to {_MOST_CHOICES} pairs of height and width", param="image")
+    checked = [[_side(side) for side in pair] for pair in value]
+    return checked
+
+
+def _side(side: Any) -> int:
+    if isinstance(side, bool) or not isinstance(side, int) or not 1 <= side <= 16384:
+        raise InputError(f"image_grid_pinpoints has the side {side!r:.60}; it must be 1 to 16384", param="image")
+    return side
+
+
+def unpadded(size: Size, grid: int, target: Size, side: Size) -> Size:
+    """(rows, columns) of features that are left of all tiles when what was padded is cut off."""
+    rows, columns = grid * (target[0] // side[0]), grid * (target[1] // side[1])
+    height, width = size
+    if width / height > columns / rows:
+        inner = int(round(height * (columns / width), 7))
+        rows -= (rows - inner) // 2 * 2
+    else:
+        inner = int(round(width * (rows / height), 7))
+        columns -= (columns - inner) // 2 * 2
+    return rows, columns
+
+
+class LlavaNext(Llava):
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        pinpoints = files.config.get("image_grid_pinpoints") or [
+            [336, 672],
+            [672, 336],
+            [672, 672],
+            [1008, 336],
+            [336, 1008],
+        ]
+        defaults = {**_IMAGE, "do_pad": True, "image_grid_pinpoints": pinpoints, **_tower_size(files)}
+        self.image = self.settings("image", defaults)
+
+    def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        import numpy as np  # lazy
+
+        if modality != "image":
+            raise self.refuse(modality)
+        settings = self.image.over(options)
+        choices, whole = choices_of(settings), settings.box("size")
+        tile = settings.box("crop_size")[0] if "crop_size" in settings else whole[0]
+        parts = tiled(value, choices, whole, tile, settings)
+        levels = settings.levels()
+        array = np.stack([levels.apply(resized(part, settings)) for part in parts])
+        side: Size = array.shape[-2], array.shape[-1]
+        target = pixels.best_resolution((value.height, value.width), choices)
+        rows, columns = unpadded((value.height, value.width), side[0] // self.tokens.patch, target, side)
+        num = rows * columns + rows + self.tokens.of(*side)
+        sizes = np.array([[value.height, value.width]], np.int64)
+        arrays = {"pixel_values": array[None], "image_sizes": sizes}
+        return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+
+class LlavaOneVision(Family):
+    """Of several images each is one square; a video's frames are squares whose features are pooled two by two."""
+
+    placeholders = {"image": "<image>", "video": "<video>"}
+    counts_items = True
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        side = files.vision.get("image_size") or 384
+        defaults = {
+            **_IMAGE, "do_center_crop": None, "crop_size": None, "do_pad": True,
+            "size": {"height": side, "width": side},
+            "image_grid_pinpoints": files.config.get("image_grid_pinpoints") or _onevision_choices(),
+        }  # fmt: skip
+        self.image = self.settings("image", defaults)
+        self.video = self.settings("video", {key: defaults[key] for key in (*_IMAGE, "do_pad")}, "num_frames", "fps")
+        patch = files.vision.get("patch_size") or 14
+        own = self.processor({
+            "num_image_tokens": (side // patch) ** 2,
+            "vision_aspect_ratio": files.config.get("vision_aspect_ratio") or "anyres_max_9",
+            "vision_feature_select_strategy": files.config.get("vision_feature_select_strategy") or "full",
+        })  # fmt: skip
+        self.num = own.whole("num_image_tokens")
+        self.fewer = int(own.get("vision_feature_select_strategy") == "default")
+        self.most = int(str(own.get("vision_aspect_ratio")).removeprefix("anyres_max_") or 9)
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        if modality == "video":
+            return self._video(value.frames, options)
+        if modality != "image":
+            raise self.refuse(modality)
+        return self._image(value, options, count)
+
+    def _image(self, image: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        import numpy as np  # lazy
+
+        is_alone = count == 1
+        settings = self.image.over(options)
+        choices, whole = choices_of(settings), settings.box("size")
+        parts = tiled(image, choices, whole, whole[0], settings) if is_alone else [image]
+        levels = settings.levels()
+        array = np.stack([levels.apply(resized(part, settings)) for part in parts])
+        num = self._tiles((image.height, image.width), choices, whole) if is_alone else self.num + 1
+        num -= self.fewer
+        sizes = np.array([[image.height, image.width]], np.int64)
+        counts = np.array([min(count, 2)], np.int64)
+        arrays = {"pixel_values": array[None], "image_sizes": sizes, "batch_num_images": counts}
+        return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+    def _tiles(self, size: Size, choices: list[list[int]], side: Size) -> int:
+        grid = int(math.sqrt(self.num))
+        rows, columns = unpadded(size, grid, pixels.best_resolution(size, choices), side)
+        ratio = math.sqrt(rows * columns / (self.most * grid**2))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return rows * columns + rows + self.num
+
+    def _video(self, frames: list[Image], options: Mapping[str, Any]) -> ProcessedItem:
+        import numpy as np  # lazy
+
+        settings = self.video.over(options)
+        levels = settings.levels()
+        array = np.stack([levels.apply(resized(frame, settings)) for frame in frames])
+        side = math.ceil(int(math.sqrt(self.num)) / 2)
+        num = len(frames) * side * side + 1
+        return ProcessedItem({"pixel_values_videos": array[None]}, self.placeholders["video"] * num, num)
+
+
+def _onevision_choices() -> list[list[int]]:
+    return [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]

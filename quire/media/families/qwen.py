@@ -1,0 +1,141 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos at about their own size, in patches that are merged two by
+two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from quire.media import pixels
+from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, Family, ProcessedItem
+from quire.media.pixels import Array, Size
+from quire.media.settings import ProcessorFiles, Settings
+from quire.media.video import Video
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_STEPS = {
+    "do_resize": True,
+    "resample": BICUBIC,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+    "do_convert_rgb": True,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+_PIXELS = ("min_pixels", "max_pixels")
+_FRAMES = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
+_FPS = 24.0  # of a video that does not say
+
+
+class Qwen2VL(Family):
+    placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    image_edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    video_edges = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
+    steps = _STEPS
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        self.image = self.settings("image", {**self.steps, "size": self.image_edges}, *_PIXELS, *_FRAMES)
+        self.video = self.settings("video", {**self.steps, "size": self.video_edges}, *_PIXELS, *_FRAMES)
+
+    def written(self, modality: str, number: int) -> str:
+        return f"<|vision_start|>{self.placeholders[modality]}<|vision_end|>"
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        if modality == "image":
+            return self._image(value, self.image.over(options))
+        if modality == "video":
+            return self._video(value, self.video.over(options))
+        raise self.refuse(modality)
+
+    def _image(self, image: Image, settings: Settings) -> ProcessedItem:
+        import numpy as np  # lazy
+
+        size = self._size((image.height, image.width), settings, 1)
+        flat, grid = self._patches([image], size, settings)
+        num = grid[1] * grid[2] // settings.whole("merge_size") ** 2
+        arrays = {"pixel_values": flat, "image_grid_thw": np.array([grid], np.int64)}
+        return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+    def _video(self, video: Video, settings: Settings) -> ProcessedItem:
+        import numpy as np  # lazy
+
+        first = video.frames[0]
+        size = self._size((first.height, first.width), settings, len(video.frames))
+        flat, grid = self._patches(video.frames, size, settings)
+        each = grid[1] * grid[2] // settings.whole("merge_size") ** 2
+        depth = settings.whole("temporal_patch_size")
+        fps = self._used_fps(video)
+        arrays = {
+            "pixel_values_videos": flat,
+            "video_grid_thw": np.array([grid], np.int64),
+            "second_per_grid_ts": np.array([depth / fps], np.float32),
+        }
+        return ProcessedItem(arrays, self._video_text(video, grid[0], each, depth), grid[0] * each)
+
+    def _used_fps(self, video: Video) -> float:
+        """Frames per second of the frames that are used."""
+        if not video.fps:
+            return 2.0
+        return video.fps * len(video.frames) / max(video.total, 1)
+
+    def _video_text(self, video: Video, num: int, each: int, depth: int) -> str:
+        return self.placeholders["video"] * (num * each)
+
+    def _limits(self, settings: Settings) -> tuple[int, int]:
+        edges = settings.edges("size")
+        fewest = settings.whole("min_pixels", edges.get("shortest_edge", 1))
+        return fewest, settings.whole("max_pixels", edges.get("longest_edge", 1 << 31))
+
+    def _size(self, size: Size, settings: Settings, frames: int) -> Size:
+        if not settings.flag("do_resize", True):
+            return size
+        factor = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64)
+        return pixels.rounded_size(size, factor, *self._limits(settings))
+
+    def _patches(self, frames: list[Image], size: Size, settings: Settings) -> tuple[Array, tuple[int, int, int]]:
+        import numpy as np  # lazy
+
+        filter_, levels = settings.filter(BICUBIC), settings.levels()
+        bytes_ = np.stack([pixels.planes(pixels.resize(frame, size, filter_)) for frame in frames])
+        return pixels.patches(
+            levels.apply(bytes_),
+            settings.whole("patch_size"),
+            settings.whole("merge_size"),
+            settings.whole("temporal_patch_size"),
+        )
+
+
+class Qwen3VL(Qwen2VL):
+    """Each pair of a video's frames has its time before it."""
+
+    image_edges = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
+    video_edges = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
+    steps = {**_STEPS, "patch_size": 16, "image_mean": HALF, "image_std": HALF}
+
+    def _size(self, size: Size, settings: Settings, frames: int) -> Size:
+        if frames == 1:
+            return super()._size(size, settings, frames)
+        factor = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64)
+        if min(size) < factor:
+            scale = max(factor / size[0], factor / size[1])
+            size = int(size[0] * scale), int(size[1] * scale)
+        fewest, most = self._limits(settings)
+        depth = settings.whole("temporal_patch_size")
+        return pixels.rounded_size(size, factor, fewest, most, frames=frames, group=depth)
+
+    def _video_text(self, video: Video, num: int, each: int, depth: int) -> str:
+        indices = list(video.indices)
+        indices += indices[-1:] * (-len(indices) % depth)
+        times = [index / (video.fps or _FPS) for index in indices]
+        text = ""
+        for place in range(num):
+            time = (times[place * depth] + times[place * depth + depth - 1]) / 2
+            text += f"<{time:.1f} seconds><|vision_start|>{self.placeholders['video'] * each}<|vision_end|>"
+        return text

@@ -1,0 +1,69 @@
+"""Models that hear through a Whisper encoder: Qwen2-Audio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.media.audio import Audio, resample
+from quire.media.families.base import Family, ProcessedItem
+from quire.media.mel import MelOptions, log_mel
+from quire.media.pixels import Array
+from quire.media.settings import ProcessorFiles, Settings
+
+_EXTRACTOR = {
+    "feature_size": 128, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400,
+    "padding_value": 0.0,    "dither": 0.0, "return_attention_mask": True, "padding_side": "right",
+}  # fmt: skip
+
+
+class WhisperFeatures:
+    """Samples, filled up with silence to the length of a chunk, as a log-mel spectrogram and a mask of what is
+    audio."""
+
+    def __init__(self, settings: Settings) -> None:
+        rate, hop = settings.whole("sampling_rate", high=768_000), settings.whole("hop_length", high=1 << 16)
+        self.mel = MelOptions(
+            bins=settings.whole("feature_size", high=1024),
+            rate=rate,
+            window=settings.whole("n_fft", high=1 << 16),
+            hop=hop,
+        )
+        self.num_samples = settings.whole("chunk_length", high=3600) * rate
+
+    def of(self, audio: Audio) -> tuple[Array, Array]:
+        """(1, bins, frames) and (1, frames); what is longer than a chunk is cut off."""
+        import numpy as np  # lazy
+
+        samples = resample(audio, self.mel.rate)[: self.num_samples]
+        padded = np.zeros(self.num_samples, np.float32)
+        padded[: len(samples)] = samples
+        features = log_mel(padded, self.mel)
+        mask = (np.arange(0, self.num_samples, self.mel.hop) < len(samples)).astype(np.int64)[: features.shape[1]]
+        return features[None], mask[None]
+
+
+class Qwen2Audio(Family):
+    placeholders = {"audio": "<|AUDIO|>"}
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        audio = files.config.get("audio_config")
+        bins = audio.get("num_mel_bins") if isinstance(audio, Mapping) else None
+        self.audio = self.settings("audio", {**_EXTRACTOR, "feature_size": bins or 128}, "n_samples", "nb_max_frames")
+        self.features_of = WhisperFeatures(self.audio)
+
+    def written(self, modality: str, number: int) -> str:
+        return f"Audio {number}: <|audio_bos|>{self.placeholders['audio']}<|audio_eos|>"
+
+    def embeds_text(self, modality: str, num: int) -> str:
+        return self.placeholders[modality] * num
+
+    def process(self, modality: str, value: Audio, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        if modality != "audio":
+            raise self.refuse(modality)
+        features, mask = (WhisperFeatures(self.audio.over(options)) if options else self.features_of).of(value)
+        frames = int(mask.sum())
+        num = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+        arrays = {"input_features": features, "feature_attention_mask": mask}
+        return ProcessedItem(arrays, self.placeholders["audio"] * num, num)

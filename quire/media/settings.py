@@ -1,0 +1,176 @@
+"""What the files of a checkpoint say about its processor, over a family's defaults, under the options of a request.
+
+In: config.json as read, preprocessor_config.json, processor_config.json, video_preprocessor_config.json. Out: values
+by name, checked when they are asked for. Must not know: families.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.media.pixels import Levels, Size
+from quire.schema.errors import CheckpointError, InputError
+
+_MOST_BYTES = 1 << 20
+_PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
+_FILTERS = range(6)
+
+
+@dataclass(frozen=True)
+class ProcessorFiles:
+    """The files by part. `processor`: what holds for all parts."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: str, config: Mapping[str, Any]) -> ProcessorFiles:
+        processor = _read_json(folder, "processor_config.json")
+        older = _read_json(folder, "preprocessor_config.json")
+        video = _read_json(folder, "video_preprocessor_config.json")
+        parts: dict[str, Mapping[str, Any]] = {}
+        for modality, name in _PARTS.items():
+            nested = processor.get(name)
+            single = video if modality == "video" else older
+            parts[modality] = nested if isinstance(nested, Mapping) else single
+        return cls(config, processor, parts)
+
+    @property
+    def processor_class(self) -> str:
+        names = (self.processor, *self.parts.values())
+        return next((str(part["processor_class"]) for part in names if part.get("processor_class")), "")
+
+    @property
+    def vision(self) -> Mapping[str, Any]:
+        return _section(self.config, "vision_config")
+
+    @property
+    def is_found(self) -> bool:
+        return bool(self.processor) or any(self.parts.values())
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        return {}
+    if os.path.getsize(path) > _MOST_BYTES:
+        raise CheckpointError(f"{name} has {os.path.getsize(path)} bytes; the limit is {_MOST_BYTES}")
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+    except (ValueError, RecursionError) as wrong:
+        raise CheckpointError(f"{name} cannot be read: {wrong}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{name} must hold an object, got {type(data).__name__}")
+    return data
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values by name. An option that no family knows is refused."""
+
+    values: Mapping[str, Any]
+    further: frozenset[str] = frozenset()  # known names without a value
+
+    @classmethod
+    def of(cls, defaults: Mapping[str, Any], own: Mapping[str, Any], further: Iterable[str] = ()) -> Settings:
+        values = {name: value for name, value in own.items() if value is not None}
+        return cls({**defaults, **values}, frozenset(further))
+
+    def over(self, options: Mapping[str, Any]) -> Settings:
+        """With the options of a request."""
+        if not options:
+            return self
+        unknown = [name for name in options if name not in self.values and name not in self.further]
+        if unknown:
+            known = sorted({*self.values, *self.further})
+            raise InputError(
+                f"mm_processor_kwargs has {unknown[0]!r:.60}, which this model's processor does not know; it knows "
+                f"{', '.join(known)}"[:1500],
+                param="mm_processor_kwargs",
+            )
+        return replace(self, values={**self.values, **{k: v for k, v in options.items() if v is not None}})
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def whole(self, name: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31) -> int:
+        return _whole(name, self.get(name, default), low, high)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise _wrong(name, "true or false", value)
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value == value or value <= 0:
+            raise _wrong(name, "a positive number", value)
+        return float(value)
+
+    def filter(self, default: int) -> int:
+        """Pillow's number of a resampling filter."""
+        value = self.get("resample", default)
+        if isinstance(value, bool) or not isinstance(value, int) or value not in _FILTERS:
+            raise _wrong("resample", "a filter number from 0 to 5", value)
+        return value
+
+    def edges(self, name: str) -> dict[str, int]:
+        """A size: {"height", "width"}, {"shortest_edge"}, {"shortest_edge", "longest_edge"}, or one number."""
+        value = self.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return {"shortest_edge": _whole(name, value, 1, 1 << 31)}
+        if not isinstance(value, Mapping):
+            raise _wrong(name, "a mapping with height and width, or with shortest_edge", value)
+        return {str(key): _whole(f"{name}.{key}", edge, 1, 1 << 31) for key, edge in value.items() if edge is not None}
+
+    def box(self, name: str) -> Size:
+        """A size that is a height and a width."""
+        edges = self.edges(name)
+        if "height" in edges and "width" in edges:
+            return edges["height"], edges["width"]
+        if (edge := edges.get("shortest_edge", edges.get("longest_edge"))) is not None:
+            return edge, edge
+        raise _wrong(name, "a mapping with height and width", self.get(name))
+
+    def levels(self) -> Levels:
+        scale = self.number("rescale_factor", 1 / 255) if self.flag("do_rescale", True) else None
+        if not self.flag("do_normalize", True):
+            return Levels(scale)
+        return Levels(scale, self._channels("image_mean"), self._channels("image_std"))
+
+    def _channels(self, name: str) -> tuple[float, ...]:
+        value = self.get(name)
+        values = [value] * 3 if isinstance(value, (int, float)) else value
+        if not isinstance(values, (list, tuple)) or len(values) != 3:
+            raise _wrong(name, "three numbers", value)
+        if any(isinstance(part, bool) or not isinstance(part, (int, float)) for part in values):
+            raise _wrong(name, "three numbers", value)
+        if name == "image_std" and not all(values):
+            raise _wrong(name, "three numbers other than 0", value)
+        return tuple(float(part) for part in values)
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _wrong(name, f"a whole number from {low} to {high}", value)
+    return value
+
+
+def _wrong(name: str, expected: str, value: Any) -> InputError:
+    return InputError(f"{name} of the media processor must be {expected}, got {value!r:.100}", param=name)

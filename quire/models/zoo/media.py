@@ -1,0 +1,99 @@
+"""Language models within models that take media: which part of the configuration is theirs, and their weights' names.
+
+The tower and whatever projects its output are not declared here: they make vectors of the language model's width
+(hf_models/towers.py), which stand in place of token embeddings. So a declaration is that of the language model, read
+from its own part of the configuration, with the names that checkpoints of the whole give to its weights; all other
+weights are the tower's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.arch import Arch, with_rope
+from quire.models.view import View
+from quire.models.zoo.defaults import DEFAULTS
+from quire.schema.errors import ConfigError
+
+# model_type of the language model's part -> its declaration
+TEXT_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "aria_text": "AriaTextForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "persimmon": "PersimmonForCausalLM",
+}
+# what these language models do whatever their configuration says of it
+_FIXED: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+# what checkpoints put before the names of the language model's weights
+NAMES = (
+    (r"^(?:model\.)?language_model\.(?:model\.)*lm_head\.", "lm_head."),
+    (r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)*", "model."),
+)
+# of the tower, and of what stands between it and the language model
+TOWER = (
+    r"^(?:model\.)?(?:vision_tower|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
+    r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower)(?:\.|$)"
+)
+
+
+def composite(c: View) -> Arch:
+    from quire.models.zoo import ZOO  # lazy: the table that this function is in
+
+    text = text_of(c)
+    kind = str(text.get("model_type") or "llama")
+    if kind not in TEXT_TYPES:
+        raise ConfigError(f"a language model of type {kind!r} within a model that takes media is not declared",
+                          param="text_config", value=kind)  # fmt: skip
+    name = TEXT_TYPES[kind]
+    arch: Arch = ZOO.get(name)(View({**text, **_FIXED.get(kind, {})}, DEFAULTS.get(name, {}), name))
+    tie = c.maybe("tie_word_embeddings")
+    sections = _sections(text)
+    if sections:
+        arch = with_rope(arch, sections=sections, interleaved=kind.startswith("qwen3"))
+    deep = (c.maybe("vision_config") or {}).get("deepstack_visual_indexes") or ()
+    return replace(
+        arch,
+        deepstack=len(deep),
+        names=(*NAMES, *arch.names),
+        ignore=(*arch.ignore, TOWER),
+        tie=arch.tie if tie is None else bool(tie),
+    )
+
+
+def text_of(c: View) -> Mapping[str, Any]:
+    """The language model's part; older checkpoints of some families have it at the top."""
+    for part in _PARTS:
+        if isinstance(text := c.maybe(part), Mapping):
+            return text
+    return c.raw
+
+
+def _sections(text: Mapping[str, Any]) -> tuple[int, ...]:
+    """M-RoPE: frequencies that turn by time, height and width."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return tuple(rope.get("mrope_section") or ())

@@ -1,0 +1,65 @@
+"""HeadProposer (medusa, mlp_speculator): drafts from the hidden state that led to a row's last token.
+
+Of what a step computed, one state per row is kept: that of the last position whose token was kept. A row that has none
+(nothing was sampled for it here yet) gets no drafts. Must not know: how heads compute, what verifies their drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.drafting.proposer import MODEL_EVIDENCE, NOTHING, Proposal
+from quire.schema.step import NewRow
+
+if TYPE_CHECKING:
+    from quire.models.draft_heads import Heads
+
+
+class HeadProposer:
+    def __init__(self, heads: Heads) -> None:
+        self._heads = heads
+        self._lengths: dict[str, int] = {}
+        self._read: dict[str, tuple[int, Tensor]] = {}  # by row: where its latest step began, and that step's states
+        self._last: dict[str, tuple[Tensor, int]] = {}  # by row: the state that led to its last token, and the token
+
+    def begin(self, new: NewRow) -> None:
+        self.end(new.request_id)
+        self._lengths[new.request_id] = len(new.token_ids)
+
+    def a_state(self) -> Tensor:
+        storage = self._heads.storage
+        return torch.zeros((1, self._heads.width), dtype=storage.dtype, device=storage.device)
+
+    def read(self, request_id: str, start: int, states: Tensor) -> None:
+        if request_id in self._lengths:
+            self._read[request_id] = start, states
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        length = self._lengths[request_id] = self._lengths[request_id] + len(token_ids)
+        self._last.pop(request_id, None)
+        start, states = self._read.pop(request_id, (0, None))
+        place = length - 2 - start
+        if states is not None and 0 <= place < len(states):
+            self._last[request_id] = states[place].clone(), token_ids[-1]
+
+    def end(self, request_id: str) -> None:
+        self._lengths.pop(request_id, None)
+        self._read.pop(request_id, None)
+        self._last.pop(request_id, None)
+
+    def behind(self, request_id: str) -> int | None:
+        return 1 if request_id in self._last else None
+
+    @torch.inference_mode()
+    def propose(self, request_ids: Sequence[str], count: int) -> list[Proposal]:
+        names = [name for name in request_ids if name in self._last]
+        if not names:
+            return [NOTHING] * len(request_ids)
+        states = torch.stack([self._last[name][0] for name in names])
+        tokens = torch.tensor([self._last[name][1] for name in names], device=states.device)
+        drafts = dict(zip(names, self._heads.draft(states, tokens, count).tolist(), strict=True))
+        return [Proposal(drafts[name], MODEL_EVIDENCE) if name in drafts else NOTHING for name in request_ids]

@@ -1,0 +1,73 @@
+"""distributed_executor_backend="external_launcher": torchrun starts the ranks, each with an engine of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base import env
+from quire.executor.launched import launched_rank, places
+from quire.schema.errors import ConfigError
+from tests.tiny_models import make_tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(*words: str, count: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *words]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'compat'}"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | variables, cwd=ROOT)
+
+
+def test_every_rank_has_every_answer(tmp_path: Path) -> None:
+    make_tiny("LlamaForCausalLM", tmp_path)
+    done = torchrun("-m", "tests.launched_probe", str(tmp_path), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first["tokens"] == second["tokens"]
+    blocks = re.findall(r": (\d+) KV blocks", done.stderr)
+    assert len(blocks) == 2 and len(set(blocks)) == 1  # although one has more memory
+    for result in (first, second):
+        assert "rank 1 was given other requests than rank 0" in result["error"]
+    with LLM(str(tmp_path), device="cpu", dtype="float32", max_model_len=96, num_gpu_blocks_override=60) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        (whole,) = llm.generate([{"prompt_token_ids": [7, 9, 30, 4, 11]}], params, use_tqdm=False)
+    assert first["tokens"][0][0] == list(whole.outputs[0].token_ids)
+
+
+def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    env.forget_all()
+    with pytest.raises(
+        ConfigError, match="needs RANK and WORLD_SIZE in the environment: start the program with torchrun"
+    ):
+        launched_rank(2)
+
+
+@pytest.mark.parametrize(
+    ("size", "variables", "expected"),
+    [
+        (2, (1, 2, 1, 2), {"nnodes": 1, "data_parallel_rank_local": 0, "num_engines_here": 1}),
+        (2, (3, 4, 3, 4), {"nnodes": 1, "data_parallel_rank_local": 1, "num_engines_here": 2}),
+        (4, (3, 4, 1, 2), {"nnodes": 2, "data_parallel_rank_local": 0, "num_engines_here": 1}),
+        (2, (6, 8, 2, 4), {"nnodes": 1, "data_parallel_rank_local": 1, "num_engines_here": 2}),
+    ],
+)
+def test_which_part_of_a_machine_a_rank_has(
+    size: int, variables: tuple[int, ...], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), variables, strict=True):
+        monkeypatch.setenv(name, str(value))
+    env.forget_all()
+    assert places(size) == expected and launched_rank(size) == variables[0]
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE is {variables[1]}"):
+        launched_rank(3 if variables[1] % 3 else 7)

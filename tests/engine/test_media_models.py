@@ -1,0 +1,221 @@
+"""Models that take media: greedy tokens equal transformers', however the work is cut up and whoever runs beside.
+
+One engine per family, in process, whose steps are made smaller between runs. Answers never hold the token of media.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from quire import LLM, SamplingParams
+from quire.checkpoint.media import MODALITIES
+from quire.sched.gates import TokenBudget
+from quire.sched.scheduler import Scheduler
+from tests.media_models import (
+    FAMILIES,
+    IMAGE,
+    TEXT,
+    DrawnItem,
+    draw_item,
+    is_greedy,
+    make_model,
+    prompt_of,
+    siglip,
+)
+from tests.tiny_models import write_tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={IMAGE: -100.0})
+
+
+class Served:
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.model = name, make_model(name, folder)
+        self.llm = LLM(str(folder), dtype="float32", max_model_len=512, max_num_seqs=8, block_size=16)
+        self.items = [draw_item(name, self.model, seed) for seed in range(3)]
+
+    @property
+    def scheduler(self) -> Scheduler:
+        loop: Any = self.llm.llm_engine.front.client.loop
+        return loop.scheduler
+
+    def answers(self, prompts: list[list[Any]], **more: Any) -> list[list[int]]:
+        outputs = self.llm.generate([prompt_of(pieces) for pieces in prompts], GREEDY)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield Served(request.param, tmp_path_factory.mktemp("media"))
+
+
+THOROUGH = ("LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration")  # in steps of every size
+
+
+@pytest.fixture(scope="module", params=THOROUGH)
+def thorough(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield Served(request.param, tmp_path_factory.mktemp("media"))
+
+
+def text(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(4, IMAGE) for _ in range(count)]
+
+
+def test_tokens_equal_transformers(served: Served) -> None:
+    a, b, c = served.items
+    prompts: list[list[Any]] = [
+        [text(1, 5), a, text(2, 9)],
+        [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],  # several, one of them shared
+        [text(7, 20)],
+        [text(8, 2), b, text(9, 1)],
+        [text(10, 1), c, text(12, 1), c, text(11, 5)],  # one twice
+    ]
+    budget = next(gate for gate in served.scheduler.planner.gates if isinstance(gate, TokenBudget))
+    encoder = served.scheduler.planner.encoder
+    assert encoder is not None
+    whole, expected = budget.most, served.answers(prompts)
+    for pieces, answer in zip(prompts, expected, strict=True):
+        assert is_greedy(served.name, served.model, pieces, answer)
+    longer = [[*prompts[0], text(20, 7)], [text(3, 3), a, text(21, 30)]]  # prefixes that end after an item, and in one
+    for pieces, answer in zip(longer, served.answers(longer), strict=True):
+        assert is_greedy(served.name, served.model, pieces, answer)
+    for chunk in (64, 7, 1) if served.name in THOROUGH else (7,):
+        budget.most = chunk
+        assert served.answers(prompts[:2]) == expected[:2], f"with prefix hits, in chunks of {chunk}"
+        served.llm.reset_prefix_cache()
+        encoder.clear()
+        assert served.answers(prompts[1:]) == expected[1:], f"in chunks of {chunk}"
+    budget.most = whole
+
+
+def test_every_declared_family_is_tested() -> None:
+    tested = {name.partition(" ")[0]: family.modality for name, family in FAMILIES.items()}
+    assert tested.keys() == {name for name, kinds in MODALITIES.items() if kinds}
+
+
+def test_gemma_3_is_a_language_model_only(tmp_path: Path) -> None:
+    """Its image tokens attend to each other in both directions, so images are refused and text is served."""
+    config = tf.Gemma3Config(
+        vision_config=siglip(), text_config=tf.Gemma3TextConfig(**TEXT, head_dim=16, sliding_window=8),
+        image_token_index=IMAGE, mm_tokens_per_image=4,
+    )  # fmt: skip
+    model = tf.Gemma3ForConditionalGeneration(config).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32", max_model_len=64, max_num_seqs=2)
+    ids = text(1, 20)
+    answer = list(llm.generate({"prompt_token_ids": ids}, GREEDY)[0].outputs[0].token_ids)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([ids + answer])).logits[0].clone()
+        logits[:, IMAGE] = -torch.inf
+    assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == answer
+    item = DrawnItem("image", {"pixel_values": torch.zeros(1, 3, 28, 28)}, 4)
+    with pytest.raises(Exception, match="text only"):
+        llm.generate(prompt_of([ids, item]), GREEDY)
+
+
+def test_preempted_answers_are_the_same(thorough: Served) -> None:
+    served = thorough
+    a, b, c = served.items
+    prompts = [[text(30 + i, 3), item, text(40 + i, 8)] for i, item in enumerate((a, b, c, a, b, c))]
+    expected, scheduler = served.answers(prompts), served.scheduler
+    served.llm.reset_prefix_cache()
+    planner, num_steps, num_preempted = scheduler.planner, 0, 0
+    fill = planner.fill
+
+    def disturbed() -> Any:
+        nonlocal num_steps, num_preempted
+        num_steps += 1
+        if num_steps % 2 == 0 and len(planner.running.items) > 1:
+            planner.preempt(planner.running.items[-1])
+            num_preempted += 1
+        return fill()
+
+    planner.fill = disturbed  # type: ignore[method-assign]
+    try:
+        assert served.answers(prompts) == expected
+    finally:
+        del planner.fill
+    assert num_preempted >= 2
+
+
+def test_the_second_question_costs_no_encoding(thorough: Served) -> None:
+    served, counts = thorough, [0, 0]
+    encoder = served.scheduler.planner.encoder
+    assert encoder is not None
+    take = encoder.take_counts
+
+    def counted() -> Any:
+        taken = take()
+        counts[0], counts[1] = counts[0] + taken.queries, counts[1] + taken.hits
+        return taken
+
+    encoder.take_counts = counted  # type: ignore[method-assign]
+    item = draw_item(served.name, served.model, 9)
+    served.answers([[text(1, 5), item, text(2, 9)]])
+    assert counts == [1, 0]
+    served.answers([[text(40, 5), item, text(2, 9)]])  # no prefix in common: the vectors are
+    assert counts == [2, 1]
+    served.answers([[text(40, 5), item, text(3, 9)]])  # the prefix is
+    assert counts == [3, 2]
+    served.llm.reset_mm_cache()
+    served.llm.reset_prefix_cache()
+    served.answers([[text(40, 5), item, text(3, 9)]])
+    assert counts == [4, 2]
+    del encoder.take_counts
+
+
+def damaged(item: DrawnItem, more: int) -> DrawnItem:
+    """So many places too many."""
+    return DrawnItem(item.modality, item.arrays, item.count + more)
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_an_item_that_cannot_be_encoded_fails_alone(thorough: Served, more: int) -> None:
+    """Nor placed, where positions come from its grid."""
+    served = thorough
+    wrong, right = draw_item(served.name, served.model, 50), draw_item(served.name, served.model, 51)
+    outputs = []
+    for pieces in ([text(1, 5), damaged(wrong, more)], [text(3, 5), right, text(4, 3)]):
+        try:
+            outputs.append(served.llm.generate(prompt_of(pieces), GREEDY)[0].outputs[0])
+        except Exception as error:  # noqa: BLE001
+            outputs.append(error)
+    assert "could not be encoded" in str(outputs[0]) or "cannot be placed" in str(outputs[0])
+    assert list(outputs[1].token_ids)
+
+
+def test_reloaded_weights_are_those_of_the_encoder_too(tmp_path: Path) -> None:
+    name = "LlavaForConditionalGeneration"
+    served = Served(name, tmp_path)
+    pieces = [text(1, 5), served.items[0], text(2, 3)]
+    before = served.answers([pieces])
+    with torch.no_grad():
+        for weight in served.model.model.multi_modal_projector.parameters():
+            weight.mul_(-3.0)
+    served.model.save_pretrained(tmp_path)
+    served.llm.collective_rpc("reload_weights")
+    assert served.llm.reset_prefix_cache()
+    after = served.answers([pieces])
+    assert after != before and is_greedy(name, served.model, pieces, after[0])
+    served.llm.close()
+
+
+def test_classes_of_transformers_take_no_media_and_live_on(tmp_path: Path) -> None:
+    name = "LlavaForConditionalGeneration"
+    model = make_model(name, tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=8, model_impl="transformers")
+    with pytest.raises(Exception, match="no encoder for media"):
+        llm.generate(prompt_of([text(1, 5), draw_item(name, model, 1)]), GREEDY)
+    assert llm.generate(prompt_of([text(1, 5)]), GREEDY)[0].outputs[0].token_ids
+    llm.close()

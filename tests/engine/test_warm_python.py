@@ -1,0 +1,74 @@
+"""A fork of the warm interpreter is to a program what an interpreter of its own would be (tests/warm_python.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.warm_python import WarmPython
+
+PROGRAM = """
+import atexit, os, sys
+print([name for name in ("quire", "vllm", "tests", "torch", "tests.warm_python") if name in sys.modules])
+print(sys.argv[1:], os.environ.get("GIVEN"), os.environ.get("HOME"), os.getcwd(), sys.stdin.read() == "")
+print(sys.path[0] == os.path.dirname(__file__), __name__, sys.modules["__main__"].PROGRAM)
+atexit.register(print, "left")
+sys.stderr.write("said\\n")
+""".replace("print(sys.path", "PROGRAM = 'mine'\nprint(sys.path")
+
+
+def test_a_program_sees_what_it_is_given_and_nothing_of_ours(warm_python: WarmPython, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    given = {"GIVEN": "x", "PATH": os.environ["PATH"]}
+    done = warm_python.run(program, "a", "b c", env=given, cwd=tmp_path, timeout=60)
+    assert done.stdout.splitlines() == [
+        "['torch']", f"['a', 'b c'] x None {tmp_path} True", "True __main__ mine", "left",
+    ]  # fmt: skip
+    assert (done.stderr, done.returncode) == ("said\n", 0)
+    again = warm_python.run(program, env=given, cwd=tmp_path, timeout=60)
+    assert again.stdout.splitlines()[1].startswith("[] x")
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('no')", "import sys; sys.exit(3)", "import sys; sys.exit('why')"])
+def test_it_ends_as_in_an_interpreter_of_its_own(warm_python: WarmPython, tmp_path: Path, code: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    done = warm_python.run(program, env=os.environ, timeout=60)
+    own = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == own.returncode != 0
+    assert done.stderr.splitlines()[-1:] == own.stderr.splitlines()[-1:]
+
+
+def test_a_signal_is_told_and_the_next_one_runs(warm_python: WarmPython, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os; os.kill(os.getpid(), 9)")
+    assert warm_python.run(program, env=os.environ, timeout=60).returncode == -signal.SIGKILL
+    program.write_text("print(1)")
+    assert warm_python.run(program, env=os.environ, timeout=60).stdout == "1\n"
+
+
+def test_what_a_program_leaves_running_ends_with_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import subprocess; print(subprocess.Popen(['sleep', '600']).pid)")
+    python = WarmPython()
+    state = Path(f"/proc/{python.run(program, env=os.environ, timeout=60).stdout.strip()}/stat")
+    assert _runs(state)
+    python.close()
+    until = time.monotonic() + 60
+    while _runs(state) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _runs(state)
+
+
+def _runs(state: Path) -> bool:
+    try:
+        return state.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,379 @@
+"""Tiny random models that take media, written by transformers, and items for them made from random pixels.
+
+FAMILIES: architecture -> Family: its configuration, the arrays of one item (as the family's processor returns them for
+one item alone) and the token that stands in their place. How many vectors an item has is asked of transformers' model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor
+
+from quire.schema.media import ArrayData, MediaItem
+from tests.tiny_models import VOCAB, write_tokenizer
+
+IMAGE = 300  # the token of media
+TEXT: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+VISION: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+Arrays = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    config: Callable[[], Any]
+    draw: Callable[[torch.Generator], Arrays]
+    modality: str = "image"
+    joined_by: dict[str, int] | None = None  # the dimension along which arrays of several items are joined; 0
+    needs_types: bool = False  # transformers' forward wants to be told which tokens are media
+
+
+def rand(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def clip(**over: Any) -> Any:
+    return tf.CLIPVisionConfig(**VISION, image_size=28, patch_size=7, projection_dim=32, **over)
+
+
+def siglip(**over: Any) -> Any:
+    return tf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7, **over)
+
+
+def square(generator: torch.Generator) -> Arrays:
+    return {"pixel_values": rand(generator, 1, 3, 28, 28)}
+
+
+def both(cls: Any, vision: Any, text: Any, **more: Any) -> Callable[[], Any]:
+    """A configuration of two parts. Untied, so that heads are tested too."""
+    return lambda: cls(vision_config=vision(), text_config=text(), **({"tie_word_embeddings": False} | more))
+
+
+def llama(**over: Any) -> Any:
+    return tf.LlamaConfig(**TEXT | over)
+
+
+def qwen2(**over: Any) -> Any:
+    return tf.Qwen2Config(**TEXT | over)
+
+
+def pixtral() -> Any:
+    return tf.PixtralVisionConfig(**VISION, head_dim=8, image_size=56, patch_size=7)
+
+
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+
+def qwen2_vl() -> Any:
+    vision = dict(depth=2, embed_dim=32, hidden_size=64, num_heads=4, patch_size=4, mlp_ratio=2)
+    text = TEXT | {"rope_parameters": MROPE}
+    return tf.Qwen2VLConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=IMAGE, vision_start_token_id=290,
+        vision_end_token_id=291, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def qwen2_5_vl() -> Any:
+    vision = dict(
+        depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=4, window_size=16,
+        fullatt_block_indexes=[1],
+    )  # fmt: skip
+    text = TEXT | {"rope_parameters": MROPE}
+    return tf.Qwen2_5_VLConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=IMAGE, vision_start_token_id=290,
+        vision_end_token_id=291, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def qwen3_vl(cls: Any, **more: Any) -> Callable[[], Any]:
+    vision = dict(
+        depth=3, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=4,
+        num_position_embeddings=64, deepstack_visual_indexes=[0, 1],
+    )  # fmt: skip
+    text = TEXT | {"rope_parameters": MROPE, "head_dim": 16} | more
+    return lambda: cls(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=291, vision_start_token_id=290,
+        vision_end_token_id=292, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def patches(name: str, grid: str, frames: int = 1) -> Callable[[torch.Generator], Arrays]:
+    def draw(generator: torch.Generator) -> Arrays:
+        height, width = (2 * int(torch.randint(2, 5, (), generator=generator)) for _ in range(2))
+        numbers = rand(generator, frames * height * width, 3 * 2 * 4 * 4)
+        return {name: numbers, grid: torch.tensor([[frames, height, width]])}
+
+    return draw
+
+
+def anyres(generator: torch.Generator) -> Arrays:
+    return {"pixel_values": rand(generator, 1, 3, 3, 28, 28), "image_sizes": torch.tensor([[25, 56]])}
+
+
+def sized(generator: torch.Generator) -> Arrays:
+    return {"pixel_values": rand(generator, 1, 3, 28, 42), "image_sizes": torch.tensor([[28, 42]])}
+
+
+def tiles(generator: torch.Generator) -> Arrays:
+    return {
+        "pixel_values": rand(generator, 1, 2, 3, 28, 28),
+        "pixel_attention_mask": torch.ones((1, 2, 28, 28), dtype=torch.bool),
+    }
+
+
+def several_tiles(generator: torch.Generator) -> Arrays:
+    return {"pixel_values": rand(generator, 2, 3, 28, 28)}
+
+
+def mel(generator: torch.Generator) -> Arrays:
+    return {"input_features": rand(generator, 1, 16, 60)}
+
+
+IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
+FAMILIES: dict[str, Family] = {
+    "LlavaForConditionalGeneration": Family(both(tf.LlavaConfig, clip, llama, image_token_index=IMAGE), square),
+    "LlavaForConditionalGeneration pixtral": Family(
+        both(tf.LlavaConfig, pixtral, lambda: tf.MistralConfig(**TEXT, sliding_window=None), image_token_index=IMAGE,
+             vision_feature_layer=-1, vision_feature_select_strategy="full"), sized,
+    ),
+    "VipLlavaForConditionalGeneration": Family(
+        both(tf.VipLlavaConfig, clip, llama, image_token_index=IMAGE, vision_feature_layers=[-2, -1, 1]), square
+    ),
+    "LlavaNextForConditionalGeneration": Family(
+        both(tf.LlavaNextConfig, clip, llama, image_token_index=IMAGE, image_grid_pinpoints=[[28, 56], [56, 28]]),
+        anyres,
+    ),
+    "LlavaOnevisionForConditionalGeneration": Family(
+        both(tf.LlavaOnevisionConfig, siglip, qwen2, image_token_index=IMAGE, video_token_index=291,
+             image_grid_pinpoints=[[28, 56], [56, 28]]), anyres,
+    ),
+    "Qwen2VLForConditionalGeneration": Family(qwen2_vl, patches("pixel_values", "image_grid_thw"), needs_types=True),
+    "Qwen2VLForConditionalGeneration video": Family(
+        qwen2_vl, patches("pixel_values_videos", "video_grid_thw", 3), modality="video", needs_types=True
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        qwen2_5_vl, patches("pixel_values", "image_grid_thw"), needs_types=True
+    ),
+    "Qwen2_5_VLForConditionalGeneration video": Family(
+        qwen2_5_vl, patches("pixel_values_videos", "video_grid_thw", 3), modality="video", needs_types=True
+    ),
+    "Qwen3VLForConditionalGeneration": Family(
+        qwen3_vl(tf.Qwen3VLConfig), patches("pixel_values", "image_grid_thw"), needs_types=True
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        qwen3_vl(tf.Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                 decoder_sparse_step=1), patches("pixel_values", "image_grid_thw"), needs_types=True,
+    ),
+    "Idefics3ForConditionalGeneration": Family(
+        both(tf.Idefics3Config, lambda: tf.Idefics3VisionConfig(**VISION, image_size=28, patch_size=7), llama,
+             image_token_id=IMAGE, scale_factor=2), tiles, joined_by=IDEFICS,
+    ),
+    "SmolVLMForConditionalGeneration": Family(
+        both(tf.SmolVLMConfig, lambda: tf.SmolVLMVisionConfig(**VISION, image_size=28, patch_size=7), llama,
+             image_token_id=IMAGE, scale_factor=2), tiles, joined_by=IDEFICS,
+    ),
+    "InternVLForConditionalGeneration": Family(
+        both(tf.InternVLConfig, lambda: tf.InternVLVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),
+             qwen2, image_token_id=IMAGE), several_tiles,
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        both(tf.Mistral3Config, pixtral, lambda: tf.MistralConfig(**TEXT, sliding_window=None),
+             image_token_index=IMAGE), sized,
+    ),
+    "AyaVisionForConditionalGeneration": Family(
+        both(tf.AyaVisionConfig, siglip, lambda: tf.Cohere2Config(**TEXT, sliding_window=16, head_dim=16),
+             image_token_index=IMAGE), several_tiles,
+    ),
+    "Cohere2VisionForConditionalGeneration": Family(
+        both(tf.Cohere2VisionConfig, siglip, lambda: tf.Cohere2Config(**TEXT, sliding_window=16, head_dim=16),
+             image_token_id=IMAGE, alignment_intermediate_size=64), several_tiles,
+    ),
+    "AriaForConditionalGeneration": Family(
+        both(tf.AriaConfig, lambda: tf.Idefics3VisionConfig(**VISION, image_size=28, patch_size=7),
+             lambda: tf.AriaTextConfig(**TEXT, moe_num_experts=4, head_dim=16), image_token_index=IMAGE,
+             projector_patch_to_query_dict={16: 8}), square,
+    ),
+    "GotOcr2ForConditionalGeneration": Family(
+        both(tf.GotOcr2Config, lambda: tf.GotOcr2VisionConfig(
+            hidden_size=32, output_channels=16, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=4,
+            window_size=4, global_attn_indexes=[1], mlp_dim=48), qwen2, image_token_index=IMAGE),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 64, 64)},
+    ),
+    "VideoLlavaForConditionalGeneration": Family(
+        both(tf.VideoLlavaConfig, clip, llama, image_token_index=IMAGE, video_token_index=291),
+        lambda generator: {"pixel_values_images": rand(generator, 1, 3, 28, 28)},
+    ),
+    "VoxtralForConditionalGeneration": Family(
+        lambda: tf.VoxtralConfig(
+            audio_config=dict(hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                              num_mel_bins=16, max_source_positions=32), text_config=llama(), audio_token_id=IMAGE),
+        lambda generator: {"input_features": rand(generator, 1, 16, 64)}, modality="audio",
+    ),
+    "LlavaOnevisionForConditionalGeneration video": Family(
+        both(tf.LlavaOnevisionConfig, siglip, qwen2, image_token_index=291, video_token_index=IMAGE,
+             image_grid_pinpoints=[[28, 56], [56, 28]]),
+        lambda generator: {"pixel_values_videos": rand(generator, 1, 2, 3, 28, 28)}, modality="video",
+    ),
+    "LlavaNextVideoForConditionalGeneration": Family(
+        both(tf.LlavaNextVideoConfig, clip, llama, image_token_index=IMAGE, video_token_index=291,
+             image_grid_pinpoints=[[28, 56], [56, 28]]), anyres,
+    ),
+    "LlavaNextVideoForConditionalGeneration video": Family(
+        both(tf.LlavaNextVideoConfig, clip, llama, image_token_index=291, video_token_index=IMAGE,
+             image_grid_pinpoints=[[28, 56], [56, 28]]),
+        lambda generator: {"pixel_values_videos": rand(generator, 1, 2, 3, 28, 28)}, modality="video",
+    ),
+    "DeepseekVLForConditionalGeneration": Family(
+        both(tf.DeepseekVLConfig, siglip, llama, image_token_id=IMAGE), square
+    ),
+    "Lfm2VlForConditionalGeneration": Family(
+        both(tf.Lfm2VlConfig, lambda: tf.Siglip2VisionConfig(**VISION, num_patches=16, patch_size=7),
+             lambda: tf.Lfm2Config(**TEXT, full_attn_idxs=[1], block_auto_adjust_ff_dim=False), image_token_id=IMAGE,
+             projector_hidden_size=48),
+        lambda generator: {
+            "pixel_values": rand(generator, 1, 16, 147), "spatial_shapes": torch.tensor([[4, 4]]),
+            "pixel_attention_mask": torch.ones((1, 16), dtype=torch.int32)},
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        both(tf.Llama4Config, lambda: tf.Llama4VisionConfig(
+            **VISION | dict(intermediate_size=128), image_size=28, patch_size=7, vision_output_dim=64,
+            projector_input_dim=64, projector_output_dim=64, pixel_shuffle_ratio=0.5),
+            lambda: tf.Llama4TextConfig(**TEXT | dict(num_hidden_layers=4), intermediate_size_mlp=96, head_dim=16,
+                                        num_local_experts=4, attention_chunk_size=128), image_token_index=IMAGE),
+        several_tiles,
+    ),
+    "FuyuForCausalLM": Family(
+        lambda: tf.FuyuConfig(text_config=tf.PersimmonConfig(**{k: v for k, v in TEXT.items()
+                                                                if k != "num_key_value_heads"}).to_dict(),
+                              patch_size=4, image_token_id=IMAGE, vocab_size=VOCAB, hidden_size=64,
+                              tie_word_embeddings=False),
+        lambda generator: {"image_patches": rand(generator, 1, 9, 48)},
+    ),
+    "AudioFlamingo3ForConditionalGeneration": Family(
+        lambda: tf.AudioFlamingo3Config(
+            audio_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                              num_mel_bins=16, max_source_positions=32), text_config=qwen2(), audio_token_id=IMAGE),
+        lambda generator: {"input_features": rand(generator, 1, 16, 64),
+                           "input_features_mask": torch.ones((1, 64), dtype=torch.int32)}, modality="audio",
+    ),
+    "Qwen2AudioForConditionalGeneration": Family(
+        lambda: tf.Qwen2AudioConfig(
+            audio_config=dict(d_model=32, encoder_ffn_dim=48, encoder_layers=2, encoder_attention_heads=4,
+                              num_mel_bins=16, max_source_positions=32), text_config=qwen2(), audio_token_index=IMAGE),
+        lambda generator: {"input_features": rand(generator, 1, 16, 64),
+                           "feature_attention_mask": (torch.arange(64) < 50)[None].int()}, modality="audio",
+    ),
+    "LightOnOcrForConditionalGeneration": Family(
+        both(tf.LightOnOcrConfig, pixtral, lambda: tf.Qwen3Config(**TEXT, head_dim=16), image_token_id=IMAGE), sized,
+    ),
+}  # fmt: skip
+
+
+def make_model(name: str, folder: Path, seed: int = 0) -> Any:
+    """The transformers model; its checkpoint is in `folder`."""
+    family = FAMILIES[name]
+    tf.logging.set_verbosity_error()
+    tf.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        config = family.config()
+        model = getattr(tf, name.partition(" ")[0])(config).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        table = model.get_input_embeddings()
+        if hasattr(table, "scalar_embed_scale"):
+            table.weight.div_(table.scalar_embed_scale)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
+
+
+def vectors_of(model: Any, modality: str, arrays: Arrays) -> int:
+    if "image_patches" in arrays:
+        return arrays["image_patches"].shape[1]
+    if "feature_attention_mask" in arrays:  # one of two frames, twice
+        return (int(arrays["feature_attention_mask"].sum() - 1) // 2 + 1 - 2) // 2 + 1
+    with torch.inference_mode():
+        out = getattr(model.model if hasattr(model, "model") else model, METHODS[modality])(**arrays)
+    if not isinstance(out, list | tuple | Tensor):
+        out = out.last_hidden_state if out.pooler_output is None else out.pooler_output
+    parts = [out] if isinstance(out, Tensor) else out
+    return sum(part.numel() // part.shape[-1] for part in parts)
+
+
+def array_of(tensor: Tensor) -> ArrayData:
+    return ArrayData(
+        tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.contiguous().numpy().tobytes()
+    )
+
+
+@dataclass(frozen=True)
+class DrawnItem:
+    modality: str
+    arrays: Arrays
+    count: int
+
+    def at(self, offset: int) -> MediaItem:
+        arrays = {name: array_of(tensor) for name, tensor in self.arrays.items()}
+        key = hashlib.sha256(b"".join(array.data for array in arrays.values())).hexdigest()
+        return MediaItem(modality=self.modality, key=key, offset=offset, length=self.count, arrays=arrays)
+
+
+def draw_item(name: str, model: Any, seed: int) -> DrawnItem:
+    family = FAMILIES[name]
+    arrays = family.draw(torch.Generator().manual_seed(seed))
+    return DrawnItem(family.modality, arrays, vectors_of(model, family.modality, arrays))
+
+
+Piece = list[int] | DrawnItem
+
+
+def prompt_of(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Tokens, and items between them, as a prompt of Quire's."""
+    ids: list[int] = []
+    items: list[MediaItem] = []
+    for piece in pieces:
+        if isinstance(piece, DrawnItem):
+            items.append(piece.at(len(ids)))
+            ids += [IMAGE] * piece.count
+        else:
+            ids += piece
+    return {"prompt_token_ids": ids} | ({"multi_modal_data": tuple(items)} if items else {})
+
+
+def is_greedy(name: str, model: Any, pieces: Sequence[Piece], answer: list[int]) -> bool:
+    """Whether transformers, scoring prompt and answer in one pass, would have said every token of the answer, if it may
+    not say the token of media: that would be an item without pixels."""
+    family, prompt = FAMILIES[name], prompt_of(pieces)
+    drawn = [piece for piece in pieces if isinstance(piece, DrawnItem)]
+    dims, inputs = family.joined_by or {}, {}
+    for key in drawn[0].arrays if drawn else ():
+        inputs[key] = torch.cat([one.arrays[key] for one in drawn], dims.get(key, 0))
+    ids = torch.tensor([prompt["prompt_token_ids"] + answer])
+    if family.needs_types:
+        types = (ids == IMAGE).int() * (2 if family.modality == "video" else 1)
+        types[:, len(prompt["prompt_token_ids"]) :] = 0
+        inputs["mm_token_type_ids"] = types
+    with torch.inference_mode():
+        logits = model(input_ids=ids, **inputs).logits[0].clone()
+        logits[:, IMAGE] = -torch.inf
+    start = len(prompt["prompt_token_ids"]) - 1
+    return bool((logits[start:-1].argmax(-1) == torch.tensor(answer)).all())

@@ -1,0 +1,117 @@
+"""Expert parallelism: ranks with whole experts give the logits of one that has all of them.
+
+The ordinary suite takes one of each kind; `make ranks` (pytest --every-architecture) takes all mixtures. Ranks are
+threads here; tests/engine/test_ranks_engine.py has processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config import EngineArgs
+from quire.layers.moe import Experts
+from quire.loader.load import load_model
+from quire.quant.shard import ALONE, ShardGroup
+from quire.schema.errors import ConfigError
+from tests.models.test_ranks import LOADING, check
+from tests.shard_rank import loaded, size_of, steps
+from tests.thread_ranks import on_ranks
+from tests.tiny_models import ARCHS, make_tiny
+
+# one by one, shared experts and groups, stacked with biases, weights that multiply what goes in
+SOME = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM")
+
+
+@cache
+def mixtures() -> tuple[str, ...]:
+    words = ("expert", "moe")
+    return tuple(name for name, options in ARCHS.items() if any(word in key for key in options for word in words))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "mixture" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-architecture")
+        metafunc.parametrize("mixture", sorted({*SOME, *mixtures()}) if every else SOME)
+
+
+def experts_of(model: Any) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def answers(folder: Path, group: ShardGroup, placement: str) -> tuple[list[Tensor], int, list[int]]:
+    with LOADING:
+        model = loaded(folder, replace(group, placement=placement))
+    return steps(model), size_of(model), [layer.stored.shape.experts for layer in experts_of(model)]
+
+
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+def test_two_ranks_with_whole_experts_give_the_logits_of_one(mixture: str, placement: str, tmp_path: Path) -> None:
+    make_tiny(mixture, tmp_path)
+    whole = loaded(tmp_path, ALONE)
+    counts = [layer.stored.shape.experts for layer in experts_of(whole)]
+    if not counts:
+        assert mixture not in SOME, "these have experts: nothing may be skipped"
+        pytest.skip("no mixture")
+    shares = on_ranks(2, lambda group: answers(tmp_path, group, placement))
+    assert [sum(own) for own in zip(*(experts for _, _, experts in shares), strict=True)] == counts
+    assert all(size < 0.75 * size_of(whole) for _, size, _ in shares)
+    check([logits for logits, _, _ in shares], steps(whole))
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8_wo"])
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+def test_quantized_experts(form: str, placement: str, tmp_path: Path) -> None:
+    make_tiny("MixtralForCausalLM", tmp_path)
+
+    def quantized(group: ShardGroup) -> Any:
+        args = EngineArgs(
+            model=str(tmp_path), dtype="float32", max_model_len=64, skip_tokenizer_init=True, device="cpu",
+            quantization=form,
+        )  # fmt: skip
+        with LOADING:
+            return load_model(args.create_engine_config(), "cpu", group)
+
+    whole = quantized(ALONE)
+    assert {layer.stored.name for layer in experts_of(whole)} != {"stacked"}
+    plain = steps(loaded(tmp_path, ALONE))
+    wanted = steps(whole)
+    assert any(not torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
+    shares = on_ranks(2, lambda group: steps(quantized(replace(group, placement=placement))))
+    check(shares, wanted)
+
+
+def test_which_experts_a_rank_has() -> None:
+    def own(rank: int, size: int, placement: str, count: int) -> tuple[int, ...] | None:
+        return ShardGroup(rank, size, placement=placement).own_experts(count)
+
+    assert [own(rank, 2, "linear", 5) for rank in (0, 1)] == [(0, 1), (2, 3, 4)]
+    assert [own(rank, 2, "round_robin", 5) for rank in (0, 1)] == [(0, 2, 4), (1, 3)]
+    assert own(0, 1, "linear", 5) is None and own(1, 2, "", 5) is None
+    for placement in ("linear", "round_robin"):
+        shares = [own(rank, 7, placement, 60) for rank in range(7)]
+        assert sorted(expert for share in shares for expert in share or ()) == list(range(60))
+        assert {len(share or ()) for share in shares} == {8, 9}
+    with pytest.raises(ConfigError, match="4 experts cannot be shared out among 8 ranks"):
+        own(0, 8, "linear", 4)
+
+
+def test_shapes_that_do_not_depend_on_the_choice(tmp_path: Path) -> None:
+    """As on a GPU, where a graph has been captured: every pair is computed, and what lies elsewhere weighs nothing."""
+    make_tiny("Qwen3MoeForCausalLM", tmp_path)
+
+    def static(group: ShardGroup) -> list[Tensor]:
+        with LOADING:
+            model = loaded(tmp_path, replace(group, placement="round_robin"))
+        for layer in experts_of(model):
+            assert layer._share is not None and not layer._share._is_static
+            layer._share._is_static = True
+        return steps(model)
+
+    check(on_ranks(2, static), steps(loaded(tmp_path, ALONE)))

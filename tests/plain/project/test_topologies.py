@@ -1,0 +1,66 @@
+"""The deployments that docs/features/parallel.md shows: files that their readers accept, and commands that
+`quire serve` does. What a cluster makes of them is not tried here."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+
+import pytest
+import yaml
+
+from quire.cli.serve import make_parser, options_of
+from tests.fenced import blocks
+
+PAGE = [block for block in blocks() if str(block.page).endswith("features/parallel.md")]
+COMMANDS = [
+    found.strip().replace("$(LWS_WORKER_INDEX)", "1").replace("$(LWS_LEADER_ADDRESS)", "quire-0.quire")
+    for block in PAGE
+    for found in re.findall(r"\bquire serve ([^\n#]*)", block.code)
+    if block.language in ("ini", "yaml", "console")
+]
+
+
+def test_the_page_has_them_all() -> None:
+    assert [block.language for block in PAGE].count("yaml") == 2 and len(COMMANDS) >= 12
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_accepted(command: str) -> None:
+    args = make_parser("quire serve").parse_args(shlex.split(command))
+    options_of(args)
+    if args.nnodes > 1:
+        assert args.tensor_parallel_size * args.pipeline_parallel_size % args.nnodes == 0
+        assert args.headless == (args.node_rank > 0) and args.master_addr != "127.0.0.1"
+
+
+def test_the_unit_file() -> None:
+    (unit,) = (block for block in PAGE if block.language == "ini")
+    parser = configparser.ConfigParser(interpolation=None, strict=True)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(unit.code)
+    assert parser.sections() == ["Unit", "Service", "Install"]
+    assert parser["Service"]["Restart"] == "always" and "QUIRE_NODE_KEY" not in unit.code
+
+
+def test_a_group_of_pods() -> None:
+    group = next(
+        yaml.safe_load(block.code) for block in PAGE if "LeaderWorkerSet" in block.code and block.language == "yaml"
+    )
+    template = group["spec"]["leaderWorkerTemplate"]
+    leader, worker = (template[f"{name}Template"]["spec"]["containers"][0] for name in ("leader", "worker"))
+    assert f"-n {template['size']} " in leader["args"][0] and f"-n {template['size']} " in worker["args"][0]
+    assert leader["env"] == worker["env"] and leader["env"][0]["name"] == "QUIRE_NODE_KEY"
+    assert "--headless" in worker["args"][0] and "--headless" not in leader["args"][0]
+
+
+def test_a_ray_cluster() -> None:
+    cluster = next(yaml.safe_load(block.code) for block in PAGE if "RayCluster" in block.code)
+    workers = cluster["spec"]["workerGroupSpecs"][0]
+    container = workers["template"]["spec"]["containers"][0]
+    head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    (sizes,) = re.findall(r"-tp (\d+) -pp (\d+)", head["args"][0])
+    assert int(sizes[0]) * int(sizes[1]) == workers["replicas"] * int(
+        container["resources"]["limits"]["nvidia.com/gpu"]
+    )

@@ -1,0 +1,124 @@
+"""Media in the scheduler: what is encoded when, where prompts are cut, what is kept and freed."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from quire.sched.encoder_cache import EncoderCache
+from quire.schema.errors import ConfigError, InputError
+from quire.schema.step import StepPlan
+from tests.plain.sched.kit import Bench, counts, item, request
+
+
+def bench(capacity: int, **settings: object) -> tuple[Bench, EncoderCache]:
+    made = Bench(encoder_tokens=capacity, prefix_caching=False, **settings)
+    encoder = made.scheduler.planner.encoder
+    assert encoder is not None
+    return made, encoder
+
+
+def encoded(plan: StepPlan) -> list[str]:
+    return [one.item.key for one in plan.encode]
+
+
+def test_an_item_is_encoded_once_and_shared() -> None:
+    made, encoder = bench(20)
+    made.add(request("a", 12, media_keys=((2, 6, "x"),)), request("b", 9, media_keys=((0, 6, "x"),)))
+    plan = made.step()
+    assert encoded(plan) == ["x"] and counts(plan) == {"a": 12, "b": 9}
+    made.add(request("c", 9, media_keys=((0, 6, "x"), (6, 2, "y"))))
+    assert encoded(made.step()) == ["y"]
+    assert (encoder.num_queries, encoder.num_hits) == (4, 2)
+    assert encoder.take_counts().hits == 2 and encoder.take_counts().queries == 0
+
+
+def test_rows_know_places_and_only_the_encoder_gets_arrays() -> None:
+    made, _ = bench(20)
+    given = request("a", 12, media_keys=((2, 6, "x"),))
+    big, small = replace(given.media[0].arrays["pixels"], data=bytes(1000)), given.media[0].arrays["pixels"]
+    made.add(replace(given, media=(replace(given.media[0], arrays={"pixels": big, "grid": small}),)))
+    plan = made.step()
+    assert set(plan.encode[0].item.arrays) == {"pixels", "grid"}
+    (placed,) = plan.joined[0].media
+    assert set(placed.arrays) == {"grid"} and (placed.offset, placed.length, placed.key) == (2, 6, "x")
+
+
+def test_a_prompt_is_cut_before_an_item_that_must_wait() -> None:
+    made, _ = bench(8)
+    made.add(request("a", 20, media_keys=((2, 6, "x"), (9, 6, "y"))))
+    plan = made.step()
+    assert counts(plan) == {"a": 9} and encoded(plan) == ["x"]
+    plan = made.step()
+    assert counts(plan) == {"a": 11} and encoded(plan) == ["y"] and plan.free_encoded == ("x",)
+
+
+def test_an_item_larger_than_the_budget_goes_alone() -> None:
+    made, _ = bench(4)
+    made.add(request("a", 20, media_keys=((0, 9, "x"), (10, 2, "y"))))
+    assert encoded(made.step()) == ["x"]
+    plan = made.step()
+    assert encoded(plan) == ["y"] and plan.free_encoded == ("x",)
+
+
+def test_chunks_of_one_item_encode_it_once() -> None:
+    made, encoder = bench(20, max_num_batched_tokens=4)
+    made.add(request("a", 11, media_keys=((1, 9, "x"),)))
+    plans = [made.step() for _ in range(3)]
+    assert [encoded(plan) for plan in plans] == [["x"], [], []] and [counts(plan)["a"] for plan in plans] == [4, 4, 3]
+    made.step()
+    assert list(encoder.idle) == ["x"] and not encoder.uses
+
+
+def test_whole_items_are_not_split() -> None:
+    made, _ = bench(20, max_num_batched_tokens=8, whole_media=True)
+    made.add(request("a", 20, media_keys=((5, 6, "x"),)))
+    assert [counts(made.step())["a"] for _ in range(3)] == [5, 8, 7]
+    with pytest.raises(InputError, match="9 tokens, and a step takes 8"):
+        made.add(request("b", 20, media_keys=((5, 9, "x"),)))
+
+
+def test_what_failed_is_encoded_again() -> None:
+    made, encoder = bench(20, depth=2)
+    made.add(request("a", 8, media_keys=((1, 4, "x"),)))
+    made.plan()
+    made.plan()
+    made.commit(failed={"a": "broken"})
+    assert "x" not in encoder.entries
+    made.commit()
+    made.add(request("b", 8, media_keys=((1, 4, "x"),)))
+    plan = made.step()
+    assert plan.free_encoded == ("x",) and encoded(plan) == ["x"]
+
+
+def test_clearing_forgets_what_nobody_uses() -> None:
+    made, encoder = bench(20, max_num_batched_tokens=6)
+    made.add(request("a", 4, media_keys=((0, 3, "x"),)), request("b", 12, media_keys=((0, 8, "y"),)))
+    made.step()
+    made.step()
+    encoder.clear()
+    assert set(encoder.entries) == {"y"}
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        ((item(5, 9, "x"),), "5 to 13: items lie one after another in a prompt of 12"),
+        ((item(0, 4, "x"), item(3, 2, "y")), "3 to 4"),
+        ((item(0, 0, "x"),), "0 to -1"),
+        ((replace(item(0, 4, "x"), takes_vector=b"\1\1"),), "4 positions says of 2"),
+        ((replace(item(0, 2, "x"), takes_vector=b"\0\0"),), "at least one must"),
+        ((replace(item(0, 2, "x"), arrays={}),), "was not sent"),
+    ],
+)
+def test_impossible_media_are_refused(media: tuple, message: str) -> None:
+    made, _ = bench(20)
+    with pytest.raises(InputError, match=message):
+        made.add(replace(request("a", 12), media=media))
+
+
+def test_a_model_without_media_refuses_them() -> None:
+    with pytest.raises(InputError, match="takes no media"):
+        Bench().add(request("a", 12, media_keys=((0, 3, "x"),)))
+    with pytest.raises(ConfigError, match="must encode all media of a prompt"):
+        Bench(encoder_tokens=8, chunked_prefill=False, max_num_batched_tokens=64)
