@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -148,16 +147,16 @@ def test_openai_client(server: Live, tiny: TinyLlava) -> None:
 
 def test_a_slow_host_stops_nobody(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """More fetches than there are threads wait for a host that says nothing; a chat without media does not."""
-    monkeypatch.setattr("quire.base.env.IMAGE_FETCH_TIMEOUT._value", 2.0)
+    monkeypatch.setattr("quire.base.env.IMAGE_FETCH_TIMEOUT._value", 300.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and never answered
         url = f"http://localhost:{silent.getsockname()[1]}/x.png"
         slow = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
         text = {"messages": [{"role": "user", "content": "What"}], "max_tokens": 2}
         with ThreadPoolExecutor(12) as pool:
             waiting = [pool.submit(server.post, "/v1/chat/completions", slow) for _ in range(12)]
-            began = time.monotonic()
             assert server.post("/v1/chat/completions", text).status_code == 200
-            assert time.monotonic() - began < 1.9 and not waiting[0].done()
+            assert not any(one.done() for one in waiting)
+            silent.close()  # which ends the connections it never took
             for one in waiting:
                 assert one.result().status_code == 400 and "localhost" in one.result().text
 

