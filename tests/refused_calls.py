@@ -17,13 +17,13 @@ from quire.ops.blocks import BlockParts, StepTurn, Weights
 from quire.ops.cpu.block import BlocksCall, NativeCache, NativeStep
 from quire.ops.cpu.low_rank import LowRankWork, NativeSlots, PieceWork
 from quire.ops.cpu.moe_forms import MatrixWork, MoeWork, matrix_work
-from quire.ops.cpu.native import CHECKED, AttentionWork, DrawWork, KernelError, Segment, kernels
+from quire.ops.cpu.native import CHECKED, AttentionWork, DrawWork, KernelError, Segment, TextsWork, kernels
 from quire.ops.few import NormRule
 from quire.ops.lora import AdapterRows, LowRank, LowRankPiece
 from quire.ops.qkv import QkvPrep
 
 TOKENS, HEADS, KV, SIZE, BLOCK, WIDTH = 3, 4, 2, 16, 8, 32
-Q8Z, B16 = 5, 6
+Q8Z, B16, B32 = 5, 6, 7
 HUGE, LONG = 10**9, 1 << 62
 found_library = kernels()
 assert found_library is not None, "no compiled kernels"
@@ -211,9 +211,26 @@ def qc_pack_float(kind: int = Q8Z, dtype: int = 0, rows: int = 16, width: int = 
     library.qc_pack_float(kind, None if missing == "from" else given.data_ptr(), dtype, rows, width, to)
 
 
-def qc_lay_panels(rows: int = 16, width: int = WIDTH, missing: str = "") -> None:
-    weight = torch.zeros(16, WIDTH, dtype=torch.bfloat16)
-    library.qc_lay_panels(None if missing else weight.data_ptr(), rows, width, 0)
+def qc_lay_panels(kind: int = B32, rows: int = 16, width: int = WIDTH, missing: str = "") -> None:
+    weight = torch.zeros(16, WIDTH)
+    library.qc_lay_panels(kind, None if missing else weight.data_ptr(), rows, width, 0)
+
+
+def qc_attend_texts(query_len: int = 2, key_len: int = 2, missing: str = "", **over: Any) -> None:
+    held = [
+        torch.randn(TOKENS, HEADS * SIZE),
+        *torch.randn(2, TOKENS, KV * SIZE).unbind(),
+        torch.zeros(TOKENS, HEADS * SIZE),
+    ]
+    lens = [torch.tensor([1, query_len]), torch.tensor([1, key_len])]
+    work = TextsWork(texts=2, queries=TOKENS, keys=TOKENS, heads=HEADS, kv_heads=KV, size=SIZE, scale=0.25)
+    work.q_stride, work.k_stride, work.v_stride = HEADS * SIZE, KV * SIZE, KV * SIZE
+    for name, tensor in zip(("q", "k", "v", "out", "query_lens", "key_lens"), (*held, *lens), strict=True):
+        setattr(work, name, None if name == missing else tensor.data_ptr())
+    for name, value in over.items():
+        setattr(work, name, value)
+    library.qc_attend_texts(ctypes.byref(work))
+    assert held[3].isfinite().all()
 
 
 def qc_unpack_rows(
@@ -298,12 +315,19 @@ WRONG: dict[Any, list[dict[str, Any]]] = {
     ),
     qc_pack: _each(type_id=(10, -1, 99), rows=COUNTS, width=(0, 31, -32, *COUNTS), missing=("stored", "out")),
     qc_pack_float: _each(
-        kind=(0 - 1, 1, B16, 99), dtype=(7, -1, 3), rows=COUNTS, width=(0, 31, -32, *COUNTS), missing=("from", "out")
+        kind=(0 - 1, 1, B16, B32, 99), dtype=(7, -1, 3), rows=COUNTS, width=(0, 31, -32, *COUNTS),
+        missing=("from", "out"),
     ),
-    qc_lay_panels: _each(rows=(15, -16, *COUNTS), width=(0, 31, -32, *COUNTS), missing=("weight",)),
+    qc_lay_panels: _each(kind=(-1, 1, 8), rows=(15, -16, *COUNTS), width=(0, 31, -32, *COUNTS), missing=("weight",)),
     qc_unpack_rows: _each(
         kind=(-1, 99), rows=COUNTS, width=(0, 31, -32, *COUNTS), index=(16, -1, HUGE, LONG), count=COUNTS,
         dtype=(7, -1), missing=("packed", "index", "out"),
+    ),
+    qc_attend_texts: _each(
+        query_len=(1, 3, -1, LONG), key_len=(0, 1, 3, -1, LONG), texts=(1, *COUNTS), queries=(2, 4, *COUNTS),
+        keys=(2, 4, *COUNTS), q_stride=(-1, LONG), k_stride=(-1, LONG), v_stride=(-1, LONG), heads=(0, -1, 3, 1 << 20),
+        kv_heads=(0, -1, 3), size=(0, 8, 24, 272, -16), window=(-1,), scale=(0.0, -1.0, float("nan")),
+        missing=("q", "k", "v", "out", "query_lens", "key_lens"),
     ),
     qc_set_threads: _each(count=(HUGE, 1025)),
 }  # fmt: skip

@@ -135,7 +135,7 @@ void norm_to_tiles(const qc_block& b, int which, const void* x, const void* delt
 template <int Dtype>
 bool goes_by_tiles(const qc_block& b) {
   for (const qc_matrix* matrix : {&b.qkv, &b.o, &b.up, &b.down})
-    if (!matrix->segments || matrix->width % kBlock || (Dtype != QC_BF16 && matrix->segments[0].kind == QC_B16)) return false;
+    if (!matrix->segments || matrix->width % kBlock || matrix->segments[0].kind > (Dtype == QC_BF16 ? QC_B16 : QC_Q8Z)) return false;
   if (b.up.bias || b.up.rows != 2 * b.down.width) return false;
   for (int64_t i = 0; i < b.up.num_segments; ++i)
     if (b.up.segments[i].rows % kPanel) return false;

@@ -9,9 +9,10 @@
 //   nibbles   4 chunks; chunk c holds quad c in the low and quad c + 4 in the high halves
 //   Q8Z       8 chunks of signed bytes instead, chunk q holds quad q
 //   B16       no scales; 16 chunks of bfloat16: chunk p holds inputs 2p and 2p + 1 of every column side by side
+//   B32       no scales; 32 chunks of float32: chunk p holds input p of every column
 //
-// value = scale * (q - zero), or scale * q + added for kinds with M. A B16 matrix of whole panels takes the place of its plain
-// rows: 16 rows are a panel.
+// value = scale * (q - zero), or scale * q + added for kinds with M. A matrix of B16 or B32 of whole panels takes the
+// place of its plain rows: 16 rows are a panel.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -26,16 +27,16 @@ struct Form {
   int bits, zero;
   bool added, halves;
 
-  constexpr int scales() const { return bits == 16 ? 0 : 32 * (1 + (added || halves)); }
+  constexpr int scales() const { return bits >= 16 ? 0 : 32 * (1 + (added || halves)); }
   constexpr int top() const { return bits == 5 ? 64 : bits == 6 ? 128 : 0; }
-  constexpr int planes() const { return bits == 16 ? 1024 : bits == 8 ? 512 : 256; }
+  constexpr int planes() const { return bits >= 16 ? 64 * bits : bits == 8 ? 512 : 256; }
   constexpr int bytes() const { return scales() + top() + planes(); }
 };
 
 constexpr Form kForms[QC_KINDS] = {
     {4, 0, true, false}, {4, 8, false, false}, {5, 0, true, false},
     {5, 16, false, false}, {6, 32, false, true}, {8, 0, false, false},
-    {16, 0, false, false},
+    {16, 0, false, false}, {32, 0, false, false},
 };
 
 inline float half_to_float(uint16_t half) {

@@ -116,6 +116,23 @@ inline int check_attention(const qc_attention& w) {
   return check_turn(w.cos, w.sin, w.turned, w.turn_dtype, w);
 }
 
+inline int check_texts(const qc_texts& w) {
+  if (w.heads < 1 || w.kv_heads < 1 || w.heads > QC_MAX_HEADS || w.heads % w.kv_heads) return QC_WRONG_HEADS;
+  if (w.size < kPanel || w.size > QC_MAX_SIZE || w.size % kPanel || w.window < 0 || !(w.scale > 0)) return QC_WRONG_SIZE;
+  const int64_t width = int64_t(w.heads) * w.size, kv_width = int64_t(w.kv_heads) * w.size;
+  if (!is_read(w.queries, w.q_stride, width) || !is_written(w.queries, width, width)) return QC_WRONG_ROWS;
+  if (!is_read(w.keys, w.k_stride, kv_width) || !is_read(w.keys, w.v_stride, kv_width)) return QC_WRONG_ROWS;
+  if (!is_count(w.texts) || !is_count(w.texts * w.heads)) return QC_WRONG_STEP;
+  if (w.texts && !all_given(w.query_lens, w.key_lens)) return QC_WRONG_POINTER;
+  int64_t queries = 0, keys = 0;
+  for (int64_t i = 0; i < w.texts; ++i) {
+    if (!is_count(w.query_lens[i]) || !is_count(w.key_lens[i]) || (w.query_lens[i] && !w.key_lens[i])) return QC_WRONG_STEP;
+    queries += w.query_lens[i], keys += w.key_lens[i];
+  }
+  if (queries != w.queries || keys != w.keys) return QC_WRONG_STEP;
+  return !queries || all_given(w.q, w.k, w.v, w.out) ? 0 : QC_WRONG_POINTER;
+}
+
 // rows: of all segments together.
 inline int check_segments(const qc_segment* segments, int64_t count, int64_t width, int64_t& rows) {
   if (!segments || !is_size(count) || !is_size(width) || width % kBlock) return QC_WRONG_MATRIX;
@@ -123,7 +140,7 @@ inline int check_segments(const qc_segment* segments, int64_t count, int64_t wid
   for (int64_t i = 0; i < count; ++i) {
     const qc_segment& segment = segments[i];
     if (segment.kind < 0 || segment.kind >= QC_KINDS || !is_count(segment.rows)) return QC_WRONG_MATRIX;
-    if ((segment.kind == QC_B16) != (segments[0].kind == QC_B16)) return QC_WRONG_MATRIX;
+    if ((segment.kind >= QC_B16 || segments[0].kind >= QC_B16) && segment.kind != segments[0].kind) return QC_WRONG_MATRIX;
     if (segment.rows && !segment.data) return QC_WRONG_POINTER;
     rows += segment.rows;
   }

@@ -11,6 +11,7 @@ struct Kernels {
   void (*rms_norm)(const void*, int64_t, const void*, const void*, void*, void*, int64_t, int64_t, float, float, int, int);
   void (*gated)(int, const void*, int64_t, void*, int64_t, int64_t, int);
   void (*attend)(const qc_attention*);
+  void (*attend_texts)(const qc_texts*);
   void (*run_blocks)(const qc_block* const*, const int32_t*, int64_t, const qc_turn*, const int32_t*, const void*, const void*,
                      void*, void*);
   void (*add_low_rank)(const qc_low_rank*, const int32_t*, const void*, int64_t, void*, int64_t, int64_t, int64_t, int);

@@ -5,6 +5,7 @@
 #include "bfloats.h"
 #include "block.h"
 #include "dense.h"
+#include "float_panels.h"
 #include "isa.h"
 #include "low_rank.h"
 #include "moe.h"
@@ -13,6 +14,7 @@
 #include "panels.h"
 #include "rows.h"
 #include "sample.h"
+#include "texts.h"
 
 #define QC_JOIN(a, b) a##b
 #define QC_TABLE(isa) QC_JOIN(kernels_, isa)
@@ -92,7 +94,8 @@ void do_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width
 
 extern const Kernels QC_TABLE(QC_ISA);
 const Kernels QC_TABLE(QC_ISA) = {QC_TEXT(QC_ISA),    QC_ISA::do_packed, QC_ISA::do_linear, QC_ISA::do_norm,
-                                  QC_ISA::do_gated, QC_ISA::do_attend, QC_ISA::do_blocks, QC_ISA::do_low_rank, QC_ISA::do_argmax,
+                                  QC_ISA::do_gated,  QC_ISA::do_attend, QC_ISA::attend_texts,
+                                  QC_ISA::do_blocks, QC_ISA::do_low_rank, QC_ISA::do_argmax,
                                   QC_ISA::do_draw,   QC_ISA::do_moe,   QC_ISA::do_log_softmax, QC_ISA::top_of, QC_ISA::allow};
 
 }  // namespace quire

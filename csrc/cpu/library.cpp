@@ -204,6 +204,12 @@ QC_API int qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t
   return compute([&](const Kernels& to) { to.gated(act, x, x_stride, out, rows, width, dtype); });
 }
 
+QC_API int qc_attend_texts(const qc_texts* work) {
+  if (!work) return QC_WRONG_POINTER;
+  if (int wrong = check_texts(*work)) return wrong;
+  return work->queries ? compute([&](const Kernels& to) { to.attend_texts(work); }) : 0;
+}
+
 QC_API int qc_attend(const qc_attention* work) {
   if (!work) return QC_WRONG_POINTER;
   if (int wrong = check_attention(*work)) return wrong;

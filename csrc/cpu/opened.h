@@ -85,7 +85,7 @@ typedef void (*OpenBlock)(const uint8_t* block, char* to);
 
 inline OpenBlock opening_of(int64_t kind) {
   constexpr OpenBlock all[QC_KINDS] = {open_block<QC_Q4M>, open_block<QC_Q4Z>, open_block<QC_Q5M>, open_block<QC_Q5Z>,
-                                       open_block<QC_Q6Z>, open_block<QC_Q8Z>, nullptr};
+                                       open_block<QC_Q6Z>, open_block<QC_Q8Z>, nullptr, nullptr};
   return all[kind];
 }
 
@@ -161,7 +161,7 @@ template <int Rows>
 ByLanes by_lanes_of(int64_t kind) {
   constexpr ByLanes all[QC_KINDS] = {multiply_by_lanes<QC_Q4M, Rows>, multiply_by_lanes<QC_Q4Z, Rows>,
                                      multiply_by_lanes<QC_Q5M, Rows>, multiply_by_lanes<QC_Q5Z, Rows>,
-                                     multiply_by_lanes<QC_Q6Z, Rows>, multiply_by_lanes<QC_Q8Z, Rows>, nullptr};
+                                     multiply_by_lanes<QC_Q6Z, Rows>, multiply_by_lanes<QC_Q8Z, Rows>, nullptr, nullptr};
   return all[kind];
 }
 

@@ -215,40 +215,55 @@ QC_API int qc_pack_float(int kind, const void* from, int dtype, int64_t rows, in
   return 0;
 }
 
-// Number i of row r of a panel's 16 rows lies in chunk i / 2.
-static int64_t in_panel(int64_t row, int64_t i) { return i / 2 * 2 * kPanel + 2 * row + i % 2; }
+// Where number i of row r of a panel's 16 rows lies, `together` of a row side by side: 2 in B16, 1 in B32.
+template <int Together>
+int64_t in_panel(int64_t row, int64_t i) { return i / Together * Together * kPanel + Together * row + i % Together; }
+
+static void put_float(void* out, int64_t at, float value, int dtype) {
+  if (dtype == QC_F32) static_cast<float*>(out)[at] = value;
+  else static_cast<uint16_t*>(out)[at] = dtype == QC_BF16 ? float_to_bfloat(value) : float_to_half(value);
+}
 
 static void unpack_bfloats(const uint16_t* all, int64_t width, const int64_t* index, int64_t count, void* out, int dtype) {
   auto one = [=](int n) {
-    const uint16_t* from = all + index[n] / kPanel * kPanel * width + in_panel(index[n] % kPanel, 0);
+    const uint16_t* from = all + index[n] / kPanel * kPanel * width + in_panel<2>(index[n] % kPanel, 0);
     for (int64_t i = 0; i < width; i += 2, from += 2 * kPanel) {
       const int64_t at = n * width + i;
       if (dtype == QC_BF16) memcpy(static_cast<uint16_t*>(out) + at, from, 4);
-      else for (int j = 0; j < 2; ++j) {
-        const float value = bfloat_to_float(from[j]);
-        if (dtype == QC_F32) static_cast<float*>(out)[at + j] = value;
-        else static_cast<uint16_t*>(out)[at + j] = float_to_half(value);
-      }
+      else for (int j = 0; j < 2; ++j) put_float(out, at + j, bfloat_to_float(from[j]), dtype);
     }
   };
   each(int(count), one);
 }
 
-QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back) {
-  if (!is_panel(rows, width) || rows % kPanel) return QC_WRONG_MATRIX;
-  if (rows && !weight) return QC_WRONG_POINTER;
-  uint16_t* all = static_cast<uint16_t*>(weight);
+static void unpack_floats(const float* all, int64_t width, const int64_t* index, int64_t count, void* out, int dtype) {
+  auto one = [=](int n) {
+    const float* from = all + index[n] / kPanel * kPanel * width + index[n] % kPanel;
+    for (int64_t i = 0; i < width; ++i, from += kPanel) put_float(out, n * width + i, *from, dtype);
+  };
+  each(int(count), one);
+}
+
+template <class T, int Together>
+int lay_panels(T* all, int64_t rows, int64_t width, int back) {
   auto lay = [=](int panel) {
-    static thread_local std::vector<uint16_t> before;
-    uint16_t* here = all + panel * kPanel * width;
+    static thread_local std::vector<T> before;
+    T* here = all + panel * kPanel * width;
     before.assign(here, here + kPanel * width);
     for (int64_t row = 0; row < kPanel; ++row)
-      for (int64_t i = 0; i < width; i += 2) {
-        const int64_t plain = row * width + i, laid = in_panel(row, i);
+      for (int64_t i = 0; i < width; i += Together) {
+        const int64_t plain = row * width + i, laid = in_panel<Together>(row, i);
         memcpy(here + (back ? plain : laid), before.data() + (back ? laid : plain), 4);
       }
   };
   return done([&] { each(int(rows / kPanel), lay); });
+}
+
+QC_API int qc_lay_panels(int kind, void* weight, int64_t rows, int64_t width, int back) {
+  if ((kind != QC_B16 && kind != QC_B32) || !is_panel(rows, width) || rows % kPanel) return QC_WRONG_MATRIX;
+  if (rows && !weight) return QC_WRONG_POINTER;
+  if (kind == QC_B32) return lay_panels<float, 1>(static_cast<float*>(weight), rows, width, back);
+  return lay_panels<uint16_t, 2>(static_cast<uint16_t*>(weight), rows, width, back);
 }
 
 static void unpack_blocks(int kind, const void* packed, int64_t width, const int64_t* index, int64_t count, void* out, int dtype) {
@@ -264,8 +279,7 @@ static void unpack_blocks(int kind, const void* packed, int64_t width, const int
         float value = column.scale[i / 16] * float(q);
         if (form.added) value = value + column.added;
         const int64_t at = n * width + b * kBlock + i;
-        if (dtype == QC_F32) static_cast<float*>(out)[at] = value;
-        else static_cast<uint16_t*>(out)[at] = dtype == QC_BF16 ? float_to_bfloat(value) : float_to_half(value);
+        put_float(out, at, value, dtype);
       }
     }
 }
@@ -279,6 +293,7 @@ QC_API int qc_unpack_rows(int kind, const void* packed, int64_t rows, int64_t wi
   if (!all_given(packed, index, out)) return QC_WRONG_POINTER;
   if (!all_below(index, count, rows)) return QC_WRONG_INDEX;
   if (kind == QC_B16) unpack_bfloats(static_cast<const uint16_t*>(packed), width, index, count, out, dtype);
+  else if (kind == QC_B32) unpack_floats(static_cast<const float*>(packed), width, index, count, out, dtype);
   else unpack_blocks(kind, packed, width, index, count, out, dtype);
   return 0;
 }

@@ -364,12 +364,16 @@ void packed_by_opening(const typename Numbers<Dtype>::Type* x, int64_t x_stride,
 template <int Dtype>
 void linear_in_panels(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels);  // panels.h
 
-// Segments of B16 have none of another kind beside them.
+template <int Dtype>
+void linear_in_float_panels(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels);  // float_panels.h
+
+// Segments of B16 and of B32 have none of another kind beside them.
 template <int Dtype>
 void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t m, int64_t k,
                    const qc_segment* segments, int64_t num_segments, const void* bias, void* out, int64_t out_stride) {
   const int64_t panels = count_panels(segments, num_segments);
   Product job = {{{}, {}, nullptr, k}, segments, num_segments, m, out_stride, bias, out, write_columns<Dtype>};
+  if (segments[0].kind == QC_B32) return linear_in_float_panels<Dtype>(x, x_stride, job, panels);
   if (segments[0].kind == QC_B16) return linear_in_panels<Dtype>(x, x_stride, job, panels);
 #if QC_TILES
   return packed_by_opening<Dtype>(x, x_stride, job, panels);

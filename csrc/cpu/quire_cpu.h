@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define QC_ABI 4
+#define QC_ABI 5
 #define QC_MAX_SIZE 256  // numbers of a head
 #define QC_MAX_HEADS 65536
 #define QC_MAX_THREADS 1024
@@ -16,7 +16,8 @@
 enum qc_dtype { QC_F32 = 0, QC_BF16 = 1, QC_F16 = 2, QC_I8 = 3 };  // QC_I8: caches only
 
 // How packed numbers are stored; see blocks.h.
-enum qc_kind { QC_Q4M = 0, QC_Q4Z = 1, QC_Q5M = 2, QC_Q5Z = 3, QC_Q6Z = 4, QC_Q8Z = 5, QC_B16 = 6, QC_KINDS = 7 };
+enum qc_kind { QC_Q4M = 0, QC_Q4Z = 1, QC_Q5M = 2, QC_Q5Z = 3, QC_Q6Z = 4, QC_Q8Z = 5,
+               QC_B16 = 6, QC_B32 = 7, QC_KINDS = 8 };
 
 enum qc_act { QC_SILU = 0, QC_GELU_TANH = 1, QC_RELU = 2, QC_RELU2 = 3, QC_QUICK_GELU = 4, QC_ACTS = 5 };
 
@@ -123,6 +124,17 @@ struct qc_moe {
   float alpha, limit;
 };
 
+// Texts one after another, each of which attends to itself alone: float32, heads of a multiple of 16 numbers.
+struct qc_texts {
+  const float *q, *k, *v;  // [queries, heads * size], [keys, kv_heads * size] twice: rows so many numbers apart
+  float* out;  // [queries, heads * size], contiguous
+  const int64_t *query_lens, *key_lens;  // [texts]; a text with queries has keys
+  int64_t texts, queries, keys, q_stride, k_stride, v_stride;
+  int32_t heads, kv_heads, size;
+  int32_t window;  // keys at this distance or further, on either side, are not seen; 0: all are
+  float scale;  // above 0
+};
+
 // Rows of logits, and for each how its token is chosen.
 struct qc_draw {
   const void* logits;  // [rows, stride]
@@ -153,8 +165,8 @@ QC_API int qc_kind_of(int gguf_type);  // -1: no kernel multiplies this type
 QC_API int64_t qc_packed_bytes(int kind, int64_t rows, int64_t width);  // below 0: one of qc_wrong
 QC_API int qc_pack(int gguf_type, const void* stored, int64_t rows, int64_t width, void* packed);
 QC_API int qc_pack_float(int kind, const void* from, int dtype, int64_t rows, int64_t width, void* packed);
-// A plain matrix of 16-bit numbers becomes one of kind B16 where it lies, or (back) a plain one again; rows come in 16s.
-QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back);
+// A plain matrix becomes one of kind B16 or B32 where it lies, or (back) a plain one again; rows come in 16s.
+QC_API int qc_lay_panels(int kind, void* weight, int64_t rows, int64_t width, int back);
 // index [count]: rows of a packed matrix [rows, width].
 QC_API int qc_unpack_rows(int kind, const void* packed, int64_t rows, int64_t width, const int64_t* index, int64_t count,
                           void* out, int dtype);
@@ -170,6 +182,7 @@ QC_API int qc_rms_norm(const void* x, int64_t x_stride, const void* delta, const
                        int64_t rows, int64_t width, float eps, float offset, int wide, int dtype);
 QC_API int qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype);
 QC_API int qc_attend(const qc_attention* work);
+QC_API int qc_attend_texts(const qc_texts* work);
 // Blocks one after another, all of one dtype and width; block i takes its part of the step from turns[which[i]], of
 // num_turns that all have as many tokens. In: the stream x and what the layer before adds to it (delta, or null), [tokens,
 // width] each. Out: the stream after the last attention, and what the last mlp adds to it. adapters [tokens]: the slot of

@@ -161,19 +161,26 @@ def make_pooling_model(config: EngineConfig, kernels: Kernels, group: ShardGroup
     if config.load_config.load_format != "dummy":
         check_files(core, _num_bytes(weight_files(config, group)) * group.size)
     return build_pooling(
-        about.hf_config, arch, kind, storage_for(config, kernels, group), max_model_len=about.max_model_len
+        about.hf_config,
+        arch,
+        kind,
+        storage_for(config, kernels, group, whole_texts=True),
+        max_model_len=about.max_model_len,
     )
 
 
-def storage_for(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
-    """Packed where the configuration asks for it and kernels are there; else plain, in panels where those like them."""
+def storage_for(
+    config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE, *, whole_texts: bool = False
+) -> Storage:
+    """Packed where the configuration asks for it and kernels are there; else plain, in panels where those like them.
+    whole_texts: see ops/packed.likes_panels."""
     form, dtype = config.model_config.weight_form, getattr(torch, config.model_config.dtype)
     if kernels.device.type != "cpu" and form != "plain":
         from quire.loader.coded_storage import coded_storage  # lazy
 
         return coded_storage(config, kernels, group)
     if form == "plain" or config.load_config.load_format == "dummy" or kernels.device.type != "cpu":
-        if not kernels.of(likes_panels)(dtype):
+        if not kernels.of(likes_panels)(dtype, whole_texts):
             return plain_storage(dtype, kernels, group)
         arena = Arena(kernels.device)
         return Storage(dtype, arena, kernels, PanelChoice(dtype, arena, kernels), group)

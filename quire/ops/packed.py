@@ -31,8 +31,8 @@ class PackedFormat(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of 16 columns times 32 inputs."""
-        if self.bits == 16:
-            return 1024
+        if self.bits >= 16:
+            return 64 * self.bits
         return (
             32 * (1 + (self.added or self.halves))
             + {4: 0, 5: 64, 6: 128, 8: 0}[self.bits]
@@ -48,6 +48,7 @@ FORMS = {
     "Q6Z": PackedFormat(6, 32, halves=True),
     "Q8Z": PackedFormat(8),
     "B16": PackedFormat(16),
+    "B32": PackedFormat(32),
 }
 
 
@@ -77,9 +78,10 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     """[rows, width] decoded values."""
     form = FORMS[packed.kind]
     panels, blocks = -(-packed.rows // PANEL), packed.width // BLOCK
-    if form.bits == 16:
-        pairs = packed.data.view(torch.bfloat16).view(panels, packed.width // 2, PANEL, 2)
-        return pairs.transpose(1, 2).reshape(panels * PANEL, packed.width)[: packed.rows].to(dtype)
+    if form.bits >= 16:
+        together, plain = (2, torch.bfloat16) if form.bits == 16 else (1, torch.float32)
+        inputs = packed.data.view(plain).view(panels, packed.width // together, PANEL, together)
+        return inputs.transpose(1, 2).reshape(panels * PANEL, packed.width)[: packed.rows].to(dtype)
     raw = packed.data.view(panels, blocks, -1)
     scales = raw[..., :32].contiguous().view(torch.float16).float()  # [P, B, 16]
     at = 64 if form.added or form.halves else 32
@@ -114,8 +116,8 @@ def _quads(raw: Tensor, form: PackedFormat) -> Tensor:
 
 @op
 def packed_linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x @ matrix.T + bias. Compiled forms round x to 8 bits in groups of 32 before multiplying, except for B16,
-    which is never combined with another kind."""
+    """x @ matrix.T + bias. Compiled forms round x to 8 bits in groups of 32 before multiplying, except for B16
+    and B32, which are never combined with another kind."""
     weight = torch.cat([unpack.reference(part) for part in matrix.parts])
     return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
@@ -171,18 +173,25 @@ def pack_numbers(numbers: Tensor, kind: str) -> Packed:
 
 
 @op
-def likes_panels(dtype: torch.dtype) -> bool:
-    """Whether matmuls with plain weights of this dtype are faster in panels."""
+def likes_panels(dtype: torch.dtype, whole_texts: bool = False) -> bool:
+    """Whether matmuls with plain weights of this dtype are faster in panels. whole_texts: of a model that never has a
+    step of a few rows, because it reads texts and writes none."""
     return False
+
+
+def panel_kind(dtype: torch.dtype) -> str:
+    """The kind that a plain matrix of this dtype has in panels."""
+    return "B32" if dtype is torch.float32 else "B16"
 
 
 @op
 def lay_panels(weight: Tensor, back: bool = False) -> None:
-    """A plain matrix [rows, width], rows a multiple of 16 and width of 32, becomes one of kind B16 in place: its
-    bytes are then the `data` of a Packed. `back` reverses it."""
-    rows, width = weight.shape
-    shape = (rows // PANEL, width // 2, PANEL, 2) if back else (rows // PANEL, PANEL, width // 2, 2)
-    weight.copy_(weight.view(shape).transpose(1, 2).reshape(rows, width))
+    """A plain matrix [rows, width], rows a multiple of 16 and width of 32, becomes one of its `panel_kind` in place:
+    its bytes are then the `data` of a Packed. `back` reverses it."""
+    (rows, width), together = weight.shape, 4 // weight.element_size()
+    chunks = width // together
+    shape = (rows // PANEL, chunks, PANEL, together) if back else (rows // PANEL, PANEL, chunks, together)
+    weight.copy_(weight.view(shape).transpose(1, 2).contiguous().view(rows, width))
 
 
 @op

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.op import Kernels
-from quire.ops.packed import BLOCK, PANEL, Matrix, Packed, lay_panels, packed_linear, packed_rows
+from quire.ops.packed import BLOCK, PANEL, Matrix, Packed, lay_panels, packed_linear, packed_rows, panel_kind
 from quire.quant.arena import Arena
 from quire.quant.experts import ExpertScheme, Stacked
 from quire.quant.packed import PLAIN_NAMES
@@ -52,7 +52,7 @@ class PanelMatrix(PlainMatrix):
         if self.packed is None:
             weight = self.weight.data
             self._scheme.lay(weight)
-            self.packed = Matrix((Packed(weight.view(-1).view(torch.uint8), "B16", *weight.shape),))
+            self.packed = Matrix((Packed(weight.view(-1).view(torch.uint8), panel_kind(weight.dtype), *weight.shape),))
             self.numbers = None
 
     def reopen(self) -> bool:

@@ -31,7 +31,7 @@ class WithPanels(Kernels):
     """Kernels that want bfloat16 in panels, whatever the machine's want."""
 
     def of(self, op: Any) -> Any:
-        return (lambda dtype: dtype is torch.bfloat16) if op is likes_panels else super().of(op)
+        return (lambda dtype, whole_texts=False: dtype is torch.bfloat16) if op is likes_panels else super().of(op)
 
 
 def built(folder: Path, kernels: Kernels, **options: Any) -> Any:

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def panels() -> Iterator[None]:
-    with replaced(likes_panels, "cpu", lambda dtype: dtype is torch.bfloat16):
+    with replaced(likes_panels, "cpu", lambda dtype, whole_texts=False: dtype is torch.bfloat16):
         yield
 
 
@@ -64,7 +64,7 @@ def laid(model: Any) -> set[int]:
 
 def test_answers(folder: Path, panels: None) -> None:
     with_panels = answers(folder)
-    with replaced(likes_panels, "cpu", lambda dtype: False):
+    with replaced(likes_panels, "cpu", lambda dtype, whole_texts=False: False):
         plain = answers(folder)
     for one, other in zip(with_panels, plain, strict=True):
         error = (torch.tensor(one) - torch.tensor(other)).abs()  # of numbers rounded to 8 bits in another order of sums
@@ -127,7 +127,7 @@ def test_a_sharded_state_holds_plain_rows(folder: Path, panels: None, tmp_path: 
     assert answer(llm) == wanted
     llm.close()
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    with replaced(likes_panels, "cpu", lambda dtype: False):  # read where nothing is laid
+    with replaced(likes_panels, "cpu", lambda dtype, whole_texts=False: False):  # read where nothing is laid
         plain = open_cut(tmp_path, dtype="bfloat16", load_format="sharded_state")
         assert answer(plain) == wanted
         plain.close()

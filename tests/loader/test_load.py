@@ -51,7 +51,7 @@ def layout(request):
     if request.param == "own":
         yield
     else:
-        with replaced(likes_panels, "cpu", lambda dtype: dtype is torch.bfloat16):
+        with replaced(likes_panels, "cpu", lambda dtype, whole_texts=False: dtype is torch.bfloat16):
             yield
 
 

@@ -1,4 +1,5 @@
-"""Plain bfloat16 matrices in panels: the order of their numbers, products and rows, on every instruction set here."""
+"""Plain matrices of bfloat16 and float32 in panels: the order of their numbers, products and rows, on every instruction
+set here."""
 
 import ctypes
 
@@ -20,7 +21,7 @@ def draw(*shape, seed=0, dtype=torch.bfloat16):
 def laid(weight):
     mine = weight.clone()
     packed.lay_panels.on("cpu")(mine)
-    return packed.Packed(mine.view(-1).view(torch.uint8), "B16", *weight.shape)
+    return packed.Packed(mine.view(-1).view(torch.uint8), packed.panel_kind(weight.dtype), *weight.shape)
 
 
 def multiply(x, parts, bias=None):
@@ -33,33 +34,40 @@ def multiply(x, parts, bias=None):
     return out
 
 
+STORED = [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96), (160, 576)])
-def test_order(isa, shape):
-    weight = draw(*shape)
+def test_order(isa, shape, stored):
+    weight = draw(*shape, dtype=stored)
     here, there = weight.clone(), weight.clone()
     packed.lay_panels.on("cpu")(here)
     packed.lay_panels.reference(there)
     assert torch.equal(here, there) and not torch.equal(here, weight)
-    assert here.view(-1)[:4].tolist() == [weight[0, 0], weight[0, 1], weight[1, 0], weight[1, 1]]
+    first = [(0, 0), (0, 1), (1, 0), (1, 1)] if stored is torch.bfloat16 else [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert here.view(-1)[:4].tolist() == [weight[place] for place in first]
     assert torch.equal(packed.unpack(laid(weight)), weight.float())
     packed.lay_panels.on("cpu")(here, True)
     packed.lay_panels.reference(there, True)
     assert torch.equal(here, weight) and torch.equal(there, weight)
 
 
+@pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("shape", [(24, 32), (16, 48)])
-def test_shapes_that_do_not_fit(isa, shape):
-    weight = draw(*shape)
+def test_shapes_that_do_not_fit(isa, shape, stored):
+    weight = draw(*shape, dtype=stored)
     with pytest.raises(ValueError, match=str(shape[0])):
         packed.lay_panels.on("cpu")(weight)
 
 
+@pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [32, 576])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_products(isa, threads, width, dtype):
+def test_products(isa, threads, width, dtype, stored):
     library.qc_set_threads(threads)
-    weight = draw(112, width, seed=1)
+    weight = draw(112, width, seed=1, dtype=stored)
     parts = [laid(weight[:64]), laid(weight[64:80]), laid(weight[80:])]
     assert multiply(draw(0, width, dtype=dtype), parts).shape == (0, 112)  # a step may have none for some layer
     for m in (1, 2, 3, 7, 8, 15, 70):
@@ -74,15 +82,17 @@ def test_products(isa, threads, width, dtype):
     library.qc_set_threads(1)
 
 
-def test_a_bad_row_stays_alone(isa):
-    weight, x = draw(64, 96, seed=1), draw(9, 96, seed=2)
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_a_bad_row_stays_alone(isa, stored):
+    weight, x = draw(64, 96, seed=1, dtype=stored), draw(9, 96, seed=2)
     x[4, 5] = float("nan")
     found, without = multiply(x, [laid(weight)]), multiply(x[[0, 1, 2, 3, 5, 6, 7, 8]], [laid(weight)])
     assert found[4].isnan().all()
     assert torch.equal(found[[0, 1, 2, 3, 5, 6, 7, 8]], without)
 
 
+@pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows(isa, dtype):
-    weight, index = draw(96, 64, seed=3), torch.tensor([[0, 95, 17], [16, 17, 31]])
+def test_rows(isa, dtype, stored):
+    weight, index = draw(96, 64, seed=3, dtype=stored), torch.tensor([[0, 95, 17], [16, 17, 31]])
     assert torch.equal(packed.packed_rows.on("cpu")(index, laid(weight), dtype), weight[index].to(dtype))

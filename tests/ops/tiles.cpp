@@ -3,6 +3,7 @@
 #include "attention_tiles.h"
 #include "bfloats.h"
 #include "block.h"
+#include "float_panels.h"
 #include "opened.h"
 #include "panels.h"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.base.log import logger
 from quire.ops import sample
 from quire.ops.act import gated_of, logarithm
-from quire.ops.cpu import block, low_rank, moe_forms
+from quire.ops.cpu import block, low_rank, moe_forms, text_forms
 from quire.ops.cpu.native import DTYPES, KINDS, DrawWork, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
@@ -31,6 +31,7 @@ from quire.ops.packed import (
     pack_numbers,
     packed_linear,
     packed_rows,
+    panel_kind,
 )
 
 _log = logger(__name__)
@@ -78,6 +79,7 @@ def _table(library: ctypes.CDLL) -> FormTable:
     moe_forms.add_forms(table, library, ACTS, few_rows)
     block.add_forms(table, library, ACTS, few_rows)
     low_rank.add_forms(table, library)
+    text_forms.add_forms(table, library)
     return table
 
 
@@ -107,7 +109,9 @@ def _add_packed(table: FormTable, library: ctypes.CDLL) -> None:
     table.made(packed_linear)(partial(_packed_linear_form, library))
 
     @table.form(likes_panels)
-    def likes_panels_native(dtype: torch.dtype) -> bool:
+    def likes_panels_native(dtype: torch.dtype, whole_texts: bool = False) -> bool:
+        if dtype is torch.float32:
+            return whole_texts
         return dtype is torch.bfloat16 and library.qc_isa().decode() in PAIRED
 
     @table.form(lay_panels)
@@ -116,7 +120,7 @@ def _add_packed(table: FormTable, library: ctypes.CDLL) -> None:
             raise ValueError(
                 f"a matrix of {tuple(weight.shape)} is not contiguous: it cannot be rearranged into panels in place"
             )
-        library.qc_lay_panels(weight.data_ptr(), *weight.shape, back)
+        library.qc_lay_panels(KINDS[panel_kind(weight.dtype)], weight.data_ptr(), *weight.shape, back)
 
     @table.form(packed_rows)
     def packed_rows_native(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:

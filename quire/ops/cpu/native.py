@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.base import env, native
 
-ABI = 4
+ABI = 5
 BY_NAME = frozenset({"avx512bf16"})  # only on request: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_DTYPES = {**DTYPES, torch.int8: 3}  # int8: with a scale for each token and head
@@ -40,7 +40,7 @@ WRONG = {  # qc_wrong
     -14: "more work than there is memory or threads for",
 }
 _WHOLE = (c_int, c_int32, c_int64)
-KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6}
+KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6, "B32": 7}
 
 
 class Segment(Structure):
@@ -65,6 +65,17 @@ class AttentionWork(Structure):
             "norm_each", "norm_wide",
         )),
         *((name, c_float) for name in ("eps", "offset", "scale", "softcap")),
+    ]  # fmt: skip
+
+
+class TextsWork(Structure):
+    """Attention within texts that are read at once."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "query_lens", "key_lens")),
+        *((name, c_int64) for name in ("texts", "queries", "keys", "q_stride", "k_stride", "v_stride")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "size", "window")),
+        ("scale", c_float),
     ]  # fmt: skip
 
 
@@ -94,7 +105,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "qc_pack": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
     "qc_pack_float": (c_int, (c_int, c_void_p, c_int, c_int64, c_int64, c_void_p)),
-    "qc_lay_panels": (c_int, (c_void_p, c_int64, c_int64, c_int)),
+    "qc_lay_panels": (c_int, (c_int, c_void_p, c_int64, c_int64, c_int)),
     "qc_unpack_rows": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int)),
     "qc_linear_packed": (
         c_int,
@@ -110,6 +121,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "qc_gated": (c_int, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)),
     "qc_attend": (c_int, (POINTER(AttentionWork),)),
+    "qc_attend_texts": (c_int, (POINTER(TextsWork),)),
     "qc_run_blocks": (
         c_int,
         (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),

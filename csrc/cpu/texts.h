@@ -1,0 +1,127 @@
+// Attention within texts that are read at once: every query of a text over all of its keys, in both directions, float32.
+//
+// One head of one text at a time. Keys are turned into panels (see float_panels.h) and values are laid into some, so that
+// scores and sums are products like any other; the scores of the queries that a product takes at once stay near in between.
+#pragma once
+#include <math.h>
+
+#include <vector>
+
+#include "float_panels.h"
+#include "turn.h"
+
+namespace quire {
+namespace QC_ISA {
+
+class TextHead {
+ public:
+  TextHead(const qc_texts& work, int64_t text, int64_t head, int64_t first_query, int64_t first_key) : w_(work) {
+    queries_ = work.query_lens[text], keys_ = work.key_lens[text], wide_ = (keys_ + kPanel - 1) / kPanel * kPanel;
+    const int64_t kv_head = head / (work.heads / work.kv_heads);
+    q_ = work.q + first_query * work.q_stride + head * work.size;
+    k_ = work.k + first_key * work.k_stride + kv_head * work.size;
+    v_ = work.v + first_key * work.v_stride + kv_head * work.size;
+    out_ = work.out + (first_query * work.heads + head) * work.size;
+  }
+
+  void run() {
+    if (!queries_) return;
+    static thread_local std::vector<float> memory;
+    const int64_t size = w_.size;
+    memory.resize(size_t((2 * size + kFloatRows) * wide_ + kPanel * size));
+    float *keys = memory.data(), *values = keys + wide_ * size, *scores = values + wide_ * size;
+    turn_keys(keys, scores + kFloatRows * wide_);
+    lay_values(values);
+    for (int64_t row = 0, many; row < queries_; row += many) {
+      many = score(row, keys, scores);
+      float totals[kFloatRows];
+      for (int64_t r = 0; r < many; ++r) totals[r] = weigh(row + r, scores + r * wide_);
+      sum_up(row, many, scores, values, totals);
+    }
+  }
+
+ private:
+  // Panels of 16 keys, input by input; keys that there are not are zero.
+  void turn_keys(float* to, float* spare) const {
+    const int64_t size = w_.size;
+    for (int64_t key = 0; key < wide_; key += kPanel, to += kPanel * size) {
+      const float* from = k_ + key * w_.k_stride;
+      int64_t stride = w_.k_stride;
+      if (keys_ - key < kPanel) {
+        memset(spare, 0, size_t(kPanel * size) * sizeof(float));
+        for (int64_t i = 0; i < keys_ - key; ++i) memcpy(spare + i * size, from + i * stride, size_t(size) * sizeof(float));
+        from = spare, stride = size;
+      }
+      for (int64_t i = 0; i < size; i += kPanel) turn_16(from + i, stride * int64_t(sizeof(float)), to + i * kPanel);
+    }
+  }
+
+  // Panels of 16 numbers of a head, key by key.
+  void lay_values(float* to) const {
+    for (int64_t i = 0; i < w_.size; i += kPanel, to += kPanel * wide_) {
+      for (int64_t key = 0; key < keys_; ++key) memcpy(to + key * kPanel, v_ + key * w_.v_stride + i, kPanel * sizeof(float));
+      memset(to + keys_ * kPanel, 0, size_t((wide_ - keys_) * kPanel) * sizeof(float));
+    }
+  }
+
+  // Scores of some queries from `row` on, [many, wide_]; returns how many.
+  int64_t score(int64_t row, const float* keys, float* scores) const {
+    const float* from = q_ + row * w_.q_stride;
+    int64_t many = 0, at = 0;
+    for (; at + kFloatPanels * kPanel <= wide_; at += kFloatPanels * kPanel)
+      many = some_rows_of_floats<kFloatPanels>(queries_ - row, from, w_.q_stride, keys + at * w_.size, w_.size, scores + at, wide_);
+    for (; at < wide_; at += kPanel)
+      many = some_rows_of_floats<1>(queries_ - row, from, w_.q_stride, keys + at * w_.size, w_.size, scores + at, wide_);
+    return many;
+  }
+
+  // Scores of one query become weights; returns their sum. Keys that it does not see have weight 0.
+  float weigh(int64_t query, float* scores) const {
+    for (int64_t key = keys_; key < wide_; ++key) scores[key] = -INFINITY;
+    if (w_.window) {
+      for (int64_t key = 0; key < keys_; ++key)
+        if (key <= query - w_.window || key >= query + w_.window) scores[key] = -INFINITY;
+    }
+    vf most = fill(-INFINITY), total = fill(0);
+    for (int64_t i = 0; i < wide_; i += kLanes) most = larger(most, load(scores + i));
+    const vf top = fill(largest(most) * w_.scale), scale = fill(w_.scale);
+    for (int64_t i = 0; i < wide_; i += kLanes) {
+      const vf weight = exp_of(fma(load(scores + i), scale, -top));
+      store(scores + i, weight);
+      total += weight;
+    }
+    return sum(total);
+  }
+
+  void sum_up(int64_t row, int64_t many, const float* weights, const float* values, const float* totals) const {
+    const int64_t stride = int64_t(w_.heads) * w_.size;
+    float* to = out_ + row * stride;
+    int64_t i = 0;
+    for (; i + kFloatPanels * kPanel <= w_.size; i += kFloatPanels * kPanel)
+      some_rows_of_floats<kFloatPanels>(many, weights, wide_, values + i * wide_, wide_, to + i, stride);
+    for (; i < w_.size; i += kPanel) some_rows_of_floats<1>(many, weights, wide_, values + i * wide_, wide_, to + i, stride);
+    for (int64_t r = 0; r < many; ++r, to += stride)
+      for (i = 0; i < w_.size; i += kLanes) store(to + i, load(to + i) / fill(totals[r]));
+  }
+
+  const qc_texts& w_;
+  const float *q_, *k_, *v_;
+  float* out_;
+  int64_t queries_, keys_, wide_;
+};
+
+inline void attend_texts(const qc_texts* work) {
+  std::vector<int64_t> first_queries(size_t(work->texts)), first_keys(size_t(work->texts));
+  for (int64_t i = 1; i < work->texts; ++i) {
+    first_queries[i] = first_queries[i - 1] + work->query_lens[i - 1];
+    first_keys[i] = first_keys[i - 1] + work->key_lens[i - 1];
+  }
+  auto one = [&](int item) {
+    const int64_t text = item / work->heads;
+    TextHead(*work, text, item % work->heads, first_queries[text], first_keys[text]).run();
+  };
+  each(int(work->texts * work->heads), one);
+}
+
+}  // namespace QC_ISA
+}  // namespace quire
