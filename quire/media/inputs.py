@@ -243,6 +243,17 @@ class MediaInputs:
         )
         return Placed(text, tuple(ids), placed)
 
+    def encoder_item(self, media: LoadedMedia) -> MediaItem:
+        """The one item that the encoder of an encoder-decoder model reads."""
+        loaded = [(modality, one) for modality, several in media.items.items() for one in several]
+        if len(loaded) != 1:
+            raise InputError(
+                f"the encoder reads one {' or '.join(self.modalities)} item; the prompt has {len(loaded)}",
+                param="multi_modal_data",
+            )
+        ((modality, one),) = loaded
+        return _media_item(one, modality, 0, one.item.num_vectors, b"")
+
     def clear(self) -> None:
         self.cache.clear()
 
