@@ -24,7 +24,7 @@ STARTS = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>
 BEGIN = "".join(STARTS)
 _ENDS: dict[str, Any] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 _T5: dict[str, Any] = dict(
-    d_model=32, d_kv=12, d_ff=48, num_layers=2, num_decoder_layers=3, num_heads=4, n_positions=128,
+    d_model=32, d_kv=12, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, n_positions=128,
     decoder_start_token_id=0, **_ENDS,
 )  # fmt: skip
 _BART: dict[str, Any] = dict(
@@ -67,10 +67,9 @@ def make_model(name: str, folder: Path) -> Any:
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_(std=0.3)
     model.tie_weights()
-    model.generation_config = tf.GenerationConfig(
-        decoder_start_token_id=config.decoder_start_token_id, forced_bos_token_id=FAMILIES[name].get("forced_bos_token_id"),
-        **_ENDS,
-    )  # fmt: skip
+    forced = FAMILIES[name].get("forced_bos_token_id")
+    start = FAMILIES[name]["decoder_start_token_id"]
+    model.generation_config = tf.GenerationConfig(decoder_start_token_id=start, forced_bos_token_id=forced, **_ENDS)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     if name == WHISPER:

@@ -170,7 +170,8 @@ class MediaInputs:
         if self.options.language_model_only or modality not in self.modalities:
             return 0
         value = self.options.limit_per_prompt.get(modality, DEFAULT_LIMIT)
-        return int(value.get("count", DEFAULT_LIMIT)) if isinstance(value, dict) else value
+        count = int(value.get("count", DEFAULT_LIMIT)) if isinstance(value, dict) else value
+        return count if self.family.most_items is None else min(count, self.family.most_items)
 
     def _listed(self, media: Mapping[str, Any] | None) -> dict[str, list[Any]]:
         listed: dict[str, list[Any]] = {}
