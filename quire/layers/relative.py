@@ -64,5 +64,5 @@ class LayerScores(nn.ModuleList):
 
     def scores(self) -> list[Tensor]:
         """Of each layer, as RelativeScores gives them."""
-        found = [table() for table in self]
-        return found if len(found) == self._layers else found * self._layers
+        tables = [table() for table in self]
+        return tables if len(tables) == self._layers else tables * self._layers

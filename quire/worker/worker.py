@@ -298,7 +298,8 @@ class Worker:
 
         model, dtype = self.get_model(), getattr(torch, self.config.model_config.dtype)
         if isinstance(model, EncodesItems):
-            cross: WorkerMedia = WorkerMedia(OwnEncoder(model), rows, model.width, dtype)
+            own, answers = OwnEncoder(model), self.group.is_alone
+            cross: WorkerMedia = WorkerMedia(own, rows, model.width, dtype, answers=answers)
             return cross
         arch = model.arch
         if not isinstance(arch, Arch):

@@ -425,7 +425,7 @@ def test_a_decoder_takes_no_encoder_s_prompt(tmp_path: Path) -> None:
 def test_options_that_are_not_built(tmp_path: Path) -> None:
     make_model("BartForConditionalGeneration", tmp_path)
     for option in (
-        {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_lora": True},
+        {"pipeline_parallel_size": 2}, {"enable_lora": True},
         {"enable_prompt_embeds": True}, {"runner": "pooling"}, {"model_impl": "transformers"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ):  # fmt: skip
@@ -470,6 +470,19 @@ def test_an_engine_in_another_process(whisper: Served) -> None:
             engine.shutdown()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "options", [{"async_scheduling": True, "max_num_batched_tokens": 16}, {"tensor_parallel_size": 2}]
+)
+def test_steps_planned_ahead_and_several_ranks(whisper: Served, options: dict[str, Any]) -> None:
+    given = [whisper.draw(seed) for seed in range(80, 85)]
+    llm = LLM(
+        str(whisper.folder), dtype="float32", max_num_seqs=4, block_size=4, num_gpu_blocks_override=120, **options
+    )
+    outputs = llm.generate([*map(whisper.prompt, given)], GREEDY)
+    llm.close()
+    assert agree([answer_of(one.outputs[0]) for one in outputs], [*map(whisper.expected, given)])
 
 
 def test_weights_may_be_stored_in_bfloat16(whisper: Served, tmp_path: Path) -> None:
