@@ -19,7 +19,7 @@ from quire.schema.params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from quire.schema.prompt import Prompt
+from quire.schema.prompt import Prompt, to_enc_dec_tuple_list, zip_enc_dec_prompts
 from quire.schema.step import (
     Direction,
     EncodeItem,
@@ -262,3 +262,16 @@ def test_parameters_are_a_tagged_union(params: ResolvedParams | PoolingParams) -
     got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=EngineRequest)
     assert type(got.params) is type(params) and got == sent
     assert got.sampling == (params if isinstance(params, ResolvedParams) else ResolvedParams())
+
+
+def test_prompts_of_encoder_decoders_in_pairs() -> None:
+    pairs = zip_enc_dec_prompts(["a", {"prompt_token_ids": [1, 2]}], [None, "b"], {"sampling_rate": 8000})
+    assert pairs[0] == {"encoder_prompt": "a", "decoder_prompt": None, "mm_processor_kwargs": {"sampling_rate": 8000}}
+    assert to_enc_dec_tuple_list(pairs) == [("a", None), ({"prompt_token_ids": [1, 2]}, "b")]
+    each = zip_enc_dec_prompts(["a", "b"], ["c", "d"], [{"x": 1}, {}])
+    assert [pair["mm_processor_kwargs"] for pair in each] == [{"x": 1}, {}]
+    with pytest.raises(ValueError, match="shorter"):
+        zip_enc_dec_prompts(["a"], [])
+    read = Prompt.of({"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": 5}}, "decoder_prompt": [7, 8]})
+    assert read.encoder is not None and read.encoder.text == "" and read.encoder.media is None
+    assert (read.text, read.token_ids, read.media, read.has_media) == (None, (7, 8), {"audio": 5}, True)
