@@ -381,15 +381,15 @@ def _add(
     body: Any = None,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    async def endpoint(body: Any) -> None:
+    async def with_body(body: Any) -> None:
         """Documented by FastAPI, never called."""
 
-    async def endpoint_without_type() -> None:
-        """As `endpoint`, for a body that FastAPI cannot describe."""
+    async def without_body() -> None:
+        """The same, for a body that FastAPI cannot describe."""
 
-    if body is None:
-        endpoint = endpoint_without_type
-    else:
+    endpoint: Callable[..., Awaitable[None]] = without_body
+    if body is not None:
+        endpoint = with_body
         endpoint.__annotations__ = {"body": body}
     endpoint.__name__ = handler.__name__
     endpoint.__doc__ = handler.__doc__

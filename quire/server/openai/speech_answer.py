@@ -118,7 +118,7 @@ class SpeechAnswer:
 
     def _event(self, text: str) -> bytes:
         choice = SpeechChoice(delta=SpeechDelta(content=text), finish_reason=None, stop_reason=None)
-        further = {"type": "transcript.text.delta", "delta": text} if self._task.kind == TRANSCRIBE else {}
+        further: dict[str, Any] = {"type": "transcript.text.delta", "delta": text} if self._task.kind == TRANSCRIBE else {}
         return self._encoded(SpeechChunk(**self._head, choices=[choice], **self._usage_so_far(), **further))
 
     def _encoded(self, chunk: SpeechChunk) -> bytes:
