@@ -6,7 +6,7 @@ The only reader of raw Hugging Face configurations outside models/.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.checkpoint.limits import INT32, check_config, shown
@@ -17,7 +17,7 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config",
 _MEDIA_PARTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
 _LENGTHS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length",
-    "max_seq_length", "seq_len",
+    "max_seq_length", "seq_len", "max_target_positions",
 )  # fmt: skip
 _STATE_LAYERS = frozenset({"mamba", "mamba2", "linear_attention", "recurrent", "conv", "hybrid"})
 _STATE_TYPES = frozenset({
@@ -54,6 +54,9 @@ class ModelFacts:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     is_encoder_decoder: bool = False
+    encoder_length: int = 0  # of an encoder-decoder: tokens that its encoder reads at most; 0: as many as the decoder
+    decoder_start: int | None = None  # the first token of every text that its decoder writes
+    forced_start: int | None = None  # the token that must follow it
     tie_word_embeddings: bool | None = None
     uses_mla: bool = False
     has_states: bool = False  # some layers have a recurrent state instead of keys and values
@@ -95,12 +98,40 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
         bos_token_id=next(iter(token_ids(_either(config, text, "bos_token_id"))), None),
         pad_token_id=next(iter(token_ids(_either(config, text, "pad_token_id"))), None),
         is_encoder_decoder=bool(config.get("is_encoder_decoder", False)),
+        encoder_length=encoder_length(config),
+        decoder_start=decoder_start(config),
+        forced_start=next(iter(token_ids(config.get("forced_bos_token_id"))), None),
         tie_word_embeddings=_either(config, text, "tie_word_embeddings"),
         uses_mla=_number(text, "kv_lora_rank") > 0,
         has_states=model_type in _STATE_TYPES or not _STATE_LAYERS.isdisjoint(layers),
         modalities=modalities_of(config),
         is_multimodal=any(config.get(part) for part in _MEDIA_PARTS),
     )
+
+
+def encoder_length(config: Mapping[str, Any]) -> int:
+    """Of an encoder-decoder model with a table of positions."""
+    if not config.get("is_encoder_decoder"):
+        return 0
+    return _number(config, "max_source_positions", "max_position_embeddings")
+
+
+def with_starts(facts: ModelFacts, generation: Mapping[str, Any]) -> ModelFacts:
+    """As generation_config.json says, which newer checkpoints have these in."""
+    start, forced = (token_ids(generation.get(name)) for name in ("decoder_start_token_id", "forced_bos_token_id"))
+    return replace(
+        facts,
+        decoder_start=start[0] if start else facts.decoder_start,
+        forced_start=forced[0] if forced else facts.forced_start,
+    )
+
+
+def decoder_start(config: Mapping[str, Any]) -> int | None:
+    """Of an encoder-decoder model; T5's decoders begin with padding, BART's with an end of text."""
+    if not config.get("is_encoder_decoder"):
+        return None
+    names = ("decoder_start_token_id", "pad_token_id" if "d_kv" in config else "eos_token_id")
+    return next((start for name in names for start in token_ids(config.get(name))), None)
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

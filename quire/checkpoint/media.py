@@ -39,6 +39,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "VoxtralForConditionalGeneration": (AUDIO,),
     "AudioFlamingo3ForConditionalGeneration": (AUDIO,),
     "Qwen2AudioForConditionalGeneration": (AUDIO,),
+    "WhisperForConditionalGeneration": (AUDIO,),  # read by the model's own encoder
 }
 
 SPEECH_TYPES = frozenset(("whisper", "qwen2_audio"))

@@ -296,12 +296,15 @@ class ModelConfig(Group):
     @property
     def takes_media(self) -> bool:
         """Requests may bring vectors beside their tokens, or what an encoder makes vectors of."""
-        return not self.is_pooling and (self.enable_prompt_embeds or self.takes_encoder)
+        return not self.is_pooling and (self.enable_prompt_embeds or self.takes_encoder or self.is_encoder_decoder)
 
     @property
     def takes_encoder(self) -> bool:
-        """The model's encoder is loaded: it has one, and is not used as a language model only."""
+        """The encoder of its media is loaded: it has one, and is not used as a language model only. (That of an
+        encoder-decoder is part of the model.)"""
         options = self.multimodal_config
+        if self.is_encoder_decoder:
+            return False
         return bool(self.facts.modalities) and not (options is not None and options.language_model_only)
 
     @property

@@ -21,6 +21,7 @@ from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
 from quire.config.checks import check_environment, check_traces
 from quire.config.drafting import MODEL_METHODS, choose_drafts
+from quire.config.encoder_decoder import check_encoder_decoder
 from quire.config.engine import EngineConfig, replace
 from quire.config.engines import check_engines
 from quire.config.extras import LoRAConfig
@@ -121,11 +122,6 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     facts = read_facts(raw)
     if not facts.architectures:
         raise CheckpointError(f"the configuration of {model.model!r} names no architecture")
-    if facts.is_encoder_decoder:
-        raise NotBuiltError(
-            f"{facts.architectures[0]} is an encoder-decoder model, which this version of Quire cannot run yet",
-            param="model",
-        )
     classes = registered(model.model_class_overrides)
     ours = {name: classes[name] for name in facts.architectures if name in classes}
     return replace(config, model_config=replace(model, hf_config=raw, facts=facts, model_class_overrides=ours))
@@ -613,6 +609,7 @@ STEPS: tuple[Step, ...] = (
     choose_adapters,
     choose_drafts,
     configure_drafter,
+    check_encoder_decoder,
     choose_length,
     limit_length,
     choose_sampling,
@@ -629,8 +626,9 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    check_ranks, check_engines, choose_drafts, configure_drafter, choose_pooling_steps, choose_device, choose_storage,
-    choose_dtype, choose_batch, choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache,
+    check_ranks, check_engines, choose_drafts, configure_drafter, check_encoder_decoder, choose_pooling_steps,
+    choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler, choose_scheduling,
+    choose_graphs, choose_cache,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.base.log import logger
 from quire.checkpoint import embedded
-from quire.checkpoint.facts import token_ids
+from quire.checkpoint.facts import token_ids, with_starts
 from quire.checkpoint.source import locate, read_json
 from quire.config.engine import EngineConfig, replace
 from quire.schema.errors import ConfigError
@@ -50,7 +50,8 @@ def choose_sampling(requested: Mapping[str, Any], config: EngineConfig) -> Engin
         shown = ", ".join(f"{key}={value}" for key, value in sampling.items())
         log.info("default sampling: %s (from the model; generation_config='vllm' switches it off)", shown)
     ends = token_ids(beside.get("eos_token_id")) or model.facts.eos_token_ids
-    return replace(config, model_config=replace(model, default_sampling=sampling, eos_token_ids=ends))
+    facts = with_starts(model.facts, beside) if model.is_encoder_decoder else model.facts
+    return replace(config, model_config=replace(model, default_sampling=sampling, eos_token_ids=ends, facts=facts))
 
 
 def _read(path: str) -> dict[str, Any]:

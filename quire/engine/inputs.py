@@ -29,6 +29,7 @@ from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.engine.encoder_inputs import EncoderDecoderInputs, EncoderInputs
     from quire.engine.pooling import PoolingInputs
     from quire.media.inputs import LoadedItem, MediaInputs
     from quire.schema.grammar import GrammarSpec
@@ -55,6 +56,8 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     lora_request: LoRARequest | None = None
     pooling: PoolingParams | None = None  # of a request that is pooled
     data_parallel_rank: int | None = None  # of the engine that must run it
+    encoder_text: str | None = None  # of an encoder-decoder model whose encoder reads text
+    encoder_ids: tuple[int, ...] | None = None
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,10 +137,18 @@ class InputProcessor:
         if not isinstance(params, ResolvedParams):
             params = self.resolve(params, any_logprobs=options.any_logprobs)
         media: tuple[MediaItem, ...] = ()
+        pair: EncoderDecoderInputs | None = None
         has_media = prompt.media is not None or prompt.media_uuids is not None
-        if has_media and not has_items(prompt):
+        if self._model.is_encoder_decoder:
+            kwargs = options.tokenization_kwargs or {}
+            pair = self.encoder.read(prompt, self._keep(params, kwargs), kwargs)
+        elif prompt.encoder is not None:
+            raise InputError("the model is no encoder-decoder: it takes no encoder_prompt", param="encoder_prompt")
+        elif has_media and not has_items(prompt):
             prompt, media = self._place_media(prompt, params, options.tokenization_kwargs or {})
-        if prompt.embeds is None:
+        if pair is not None:
+            token_ids, media = pair.decoder_ids, (pair.item,)
+        elif prompt.embeds is None:
             token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
             if has_media and has_items(prompt):
                 media = self._items(prompt, token_ids)
@@ -182,10 +193,14 @@ class InputProcessor:
             )
             for index in range(params.n)
         )
-        return PreparedRequest(
+        prepared = PreparedRequest(
             request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval,
             lora_request=options.lora_request, data_parallel_rank=options.data_parallel_rank,
         )  # fmt: skip
+        if pair is None:
+            return prepared
+        read = {"text": pair.decoder_text, "encoder_text": pair.encoder_text, "encoder_ids": pair.encoder_ids}
+        return msgspec.structs.replace(prepared, **read)
 
     def _adapter(self, options: Options) -> tuple[int, str | None, str | None]:
         """(id, name, path) of the adapter that a request brings or names."""
@@ -242,6 +257,30 @@ class InputProcessor:
 
         return PoolingInputs(self._model, self.vocab_size, self.max_model_len, lambda: self.tokenizer)
 
+    @cached_property
+    def encoder(self) -> EncoderInputs:
+        """For prompts of an encoder-decoder model."""
+        from quire.engine.encoder_inputs import EncoderInputs  # lazy
+
+        def check_ids(what: str, ids: Collection[int]) -> None:
+            self._check_ids(what, ids, param="encoder_prompt")
+
+        return EncoderInputs(self._model, self.max_model_len, lambda: self.tokenizer, check_ids, self._encoder_item)
+
+    def _encoder_item(self, prompt: Prompt) -> MediaItem:
+        """The media of a prompt, which the encoder of an encoder-decoder model reads."""
+        if has_items(prompt):
+            item: MediaItem = prompt.media[0]
+            if len(prompt.media) > 1 or item.modality not in self._model.facts.modalities:
+                raise InputError(
+                    f"the encoder reads one item; the prompt has {len(prompt.media)}, of {item.modality}",
+                    param="multi_modal_data",
+                )
+            return item
+        media = self.media
+        loaded = media.known(prompt.loaded_media or prompt.media)
+        return media.encoder_item(media.loaded(self.begin_media(prompt)) if loaded is None else loaded)
+
     @property
     def media(self) -> MediaInputs:
         """For prompts with media; an InputError where the model takes none. Not for event loops: it reads files."""
@@ -253,9 +292,8 @@ class InputProcessor:
             if self._media is None:
                 from quire.media.inputs import MediaInputs  # lazy
 
-                self._media = MediaInputs.of(
-                    self._model, has_prefix_cache=self._has_prefix_cache, max_vectors=self.max_model_len
-                )
+                most = self._model.facts.encoder_length or self.max_model_len
+                self._media = MediaInputs.of(self._model, has_prefix_cache=self._has_prefix_cache, max_vectors=most)
             return self._media
 
     def forget_media(self) -> None:

@@ -342,6 +342,8 @@ class _Open:
             metrics=self._metrics() if finished or not delta else None,
             num_cached_tokens=self.answers[0].num_cached_tokens,
             lora_request=self.prepared.lora_request,
+            encoder_prompt=self.prepared.encoder_text,
+            encoder_prompt_token_ids=None if self.prepared.encoder_ids is None else list(self.prepared.encoder_ids),
         )
 
     def _pooled(self) -> PoolingRequestOutput[PoolingOutput]:

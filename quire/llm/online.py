@@ -551,4 +551,6 @@ def size_of(prompts: Sequence[Prompt], params: SamplingParams | PoolingParams) -
         if prompt.embeds is not None or prompt.media is not None or prompt.media_uuids is not None:
             size += LONG_TEXT
         size += len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER
+        if prompt.encoder is not None:
+            size += len(prompt.encoder.text or "")
     return size + _PER_PROMPT * (len(prompts) - 1)

@@ -102,6 +102,8 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
     dtype = getattr(torch, about.dtype)
     if about.is_pooling:
         return make_pooling_model(config, kernels, group)
+    if about.is_encoder_decoder:
+        return make_seq2seq(config, kernels, group)
     way = choose_code(about.hf_config, about.model_impl, about.model_class_overrides)
     if way.is_foreign:
         if about.weight_form not in ("plain", "stored") or read_quantization(about.hf_config) is not None:
@@ -133,6 +135,23 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
         max_model_len=about.max_model_len,
         storage=storage_for(config, kernels, group),
     )
+
+
+def make_seq2seq(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Model:
+    """As make_model, for an encoder-decoder model."""
+    from quire.models.seq2seq import Seq2Seq, build_seq2seq, read_seq2seq  # lazy
+
+    about = config.model_config
+    if config.load_config.load_format != "dummy":
+        arch = read_seq2seq(about.hf_config)
+        check_files(arch.decoder, _num_bytes(weight_files(config, group)) * group.size)
+    model: Seq2Seq = build_seq2seq(
+        about.hf_config,
+        dtype=getattr(torch, about.dtype),
+        max_model_len=about.max_model_len,
+        storage=storage_for(config, kernels, group),
+    )
+    return cast(Model, model)  # whose `arch` has two parts
 
 
 def make_pooling_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> PoolingModel:

@@ -170,7 +170,8 @@ class MediaInputs:
         if self.options.language_model_only or modality not in self.modalities:
             return 0
         value = self.options.limit_per_prompt.get(modality, DEFAULT_LIMIT)
-        return int(value.get("count", DEFAULT_LIMIT)) if isinstance(value, dict) else value
+        count = int(value.get("count", DEFAULT_LIMIT)) if isinstance(value, dict) else value
+        return count if self.family.most_items is None else min(count, self.family.most_items)
 
     def _listed(self, media: Mapping[str, Any] | None) -> dict[str, list[Any]]:
         listed: dict[str, list[Any]] = {}
@@ -242,6 +243,17 @@ class MediaInputs:
             for place in places
         )
         return Placed(text, tuple(ids), placed)
+
+    def encoder_item(self, media: LoadedMedia) -> MediaItem:
+        """The one item that the encoder of an encoder-decoder model reads."""
+        loaded = [(modality, one) for modality, several in media.items.items() for one in several]
+        if len(loaded) != 1:
+            raise InputError(
+                f"the encoder reads one {' or '.join(self.modalities)} item; the prompt has {len(loaded)}",
+                param="multi_modal_data",
+            )
+        ((modality, one),) = loaded
+        return _media_item(one, modality, 0, one.item.num_vectors, b"")
 
     def clear(self) -> None:
         self.cache.clear()

@@ -96,7 +96,7 @@ class Arch:
     residual_scale: float = 1.0
     positions: int = 0  # rows of a learned position table
     position_offset: int = 0
-    position_kind: str = ""  # '' learned | sines
+    position_kind: str = ""  # '' learned | sines, whose rates reach 1/10000 | even_sines, which stop one step before
     tie: bool = False
     head_bias: bool = False
     logit_scale: float = 1.0

@@ -140,10 +140,11 @@ class Tap:
         return x, delta
 
 
-def _positions(arch: Arch, storage: Storage) -> nn.Module:
-    if arch.position_kind == "sines":
-        return SinePositions(arch.positions, arch.width, storage, offset=arch.position_offset)
-    return Embedding("model.embed_positions", arch.positions, arch.width, storage, offset=arch.position_offset)
+def position_table(arch: Arch, width: int, storage: Storage) -> nn.Module:
+    if arch.position_kind in ("sines", "even_sines"):
+        apart = arch.position_kind == "sines"
+        return SinePositions(arch.positions, width, storage, offset=arch.position_offset, apart=apart)
+    return Embedding("model.embed_positions", arch.positions, width, storage, offset=arch.position_offset)
 
 
 def _elsewhere() -> Any:
@@ -174,7 +175,7 @@ class Decoder(nn.Module):
             Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=scale, is_cut=True)
             if embeds else _elsewhere()
         )  # fmt: skip
-        self.positions = _positions(arch, storage) if arch.positions and here else None
+        self.positions = position_table(arch, arch.width, storage) if arch.positions and here else None
         narrow = bool(arch.embed_width) and here
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if narrow else None
         self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm and here else None

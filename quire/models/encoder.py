@@ -1,13 +1,13 @@
 """Encoders: the decoder's blocks with bidirectional attention, without a cache.
 
-In: Texts. Out: hidden states [T, width], text after text. Weights are loaded through the same table as a decoder's.
-Pooling of hidden states (a mean, a first token, a class) is up to the caller (models/pooled.py). Must not know: which
-model it is, only fields of EncoderArch.
+In: Texts, or features of a recording. Out: hidden states [T, width], text after text. Weights are loaded through the
+same table as a decoder's. Pooling of hidden states (a mean, a first token, a class) is up to the caller
+(models/pooled.py). Must not know: which model it is, only fields of EncoderArch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.attention import Attention
+from quire.layers.audio_stem import AudioStem
 from quire.layers.batch import Batch
 from quire.layers.embed import Embedding
 from quire.layers.linear import Linear
@@ -27,6 +28,7 @@ from quire.layers.table import WeightTable
 from quire.layers.veto import hooks_of, vetoed
 from quire.models.arch import Arch
 from quire.models.blocks import BLOCKS
+from quire.models.decoder import position_table
 from quire.models.layout import arrange_for
 from quire.models.limits import check_arch, reading
 from quire.models.view import View
@@ -47,6 +49,7 @@ class EncoderArch:
     relative: RelativeKind | None = None  # scores by distance, shared by all layers
     inner_bias: bool = False  # the projection of a narrower token table has a bias
     up_first: bool = False  # in a fused matrix the rows of up come before those of the gate
+    bins: int = 0  # of the features of audio, which it reads instead of text; 0: it reads text
 
 
 class Encoder(nn.Module):
@@ -55,11 +58,8 @@ class Encoder(nn.Module):
         self.arch, self.storage, core = arch, storage, arch.core
         width, inner = core.width, core.embed_width or core.width
         self.embed = Embedding("model.embed_tokens", core.vocab, inner, storage, scale=core.embed_scale)
-        self.positions = (
-            Embedding("model.embed_positions", core.positions, inner, storage, offset=core.position_offset)
-            if core.positions
-            else None
-        )
+        self.stem = AudioStem("model.", arch.bins, width, storage) if arch.bins else None
+        self.positions = position_table(core, inner, storage) if core.positions else None
         self.types = Embedding("model.embed_types", arch.types, inner, storage) if arch.types else None
         self.embed_norm = Norm("model.embed_norm", (inner,), core.norm, storage) if core.embed_norm else None
         self.project_in = (
@@ -98,13 +98,32 @@ class Encoder(nn.Module):
                 value=longest,
             )
         positions = texts.positions()
+        return self._through(self._embedded(texts, positions), texts.token_ids, positions, texts.lens)
+
+    @torch.no_grad()
+    def listen(self, features: Tensor) -> Tensor:
+        """Hidden states [frames / 2, width] of one recording's features [bins, frames]."""
+        core, stem = self.arch.core, self.stem
+        if stem is None or self.positions is None:
+            raise InputError("this encoder reads text, not audio")
+        if features.ndim != 2 or features.shape[0] != stem.bins or not 2 <= features.shape[1] <= 2 * core.positions:
+            raise InputError(
+                f"features of audio have the shape {list(features.shape)}; expected {stem.bins} bins and 2 to "
+                f"{2 * core.positions} frames"
+            )
+        x = stem(features.to(self.storage.dtype))
+        positions = torch.arange(len(x), device=x.device)
+        return self._through(x + self.positions(positions), positions, positions, (len(x),))
+
+    def _through(self, x: Tensor, token_ids: Tensor, positions: Tensor, lens: Sequence[int]) -> Tensor:
+        """All layers, over vectors that lie text after text."""
         batch = Batch(
-            token_ids=texts.token_ids, positions=positions, logit_index=positions[:0], num_tokens=len(positions),
-            plans=[WithinPlan(texts.lens, window) for window in self.windows],
+            token_ids=token_ids, positions=positions, logit_index=positions[:0], num_tokens=len(positions),
+            plans=[WithinPlan(lens, window) for window in self.windows],
         )  # fmt: skip
         if any(self._hooks):
             batch = vetoed(batch)
-        rotaries, x, delta = [rope(positions) for rope in self.ropes], self._embedded(texts, positions), None
+        rotaries, delta = [rope(positions) for rope in self.ropes], None
         for layer, which in zip(self.layers, self.rope_of, strict=True):
             x, delta = layer(x, delta, batch, None if which is None else rotaries[which])
         return self.norm.add(x, delta)[0]

@@ -1,8 +1,9 @@
-"""Encoder-decoder models: an encoder reads one text, a decoder generates another and attends to both.
+"""Encoder-decoder models: an encoder reads a text, or audio; a decoder generates another text and attends to both.
 
-In: Texts for `encode`; for `forward` a Batch whose plans include a group of kind CROSS, with the encoder outputs of
-new rows in Batch.encoded. Out: hidden states and logits, as from any decoder. Encoder and decoder are those of
-models/encoder.py and models/decoder.py; this joins their token table and weight tables. Must not know: models by name.
+In: Texts for `encode`, arrays for `encode_item`; for `forward` a Batch whose plans include a group of kind CROSS, with
+the encoder outputs of new rows in Batch.encoded. Out: hidden states and logits, as from any decoder. Encoder and
+decoder are those of models/encoder.py and models/decoder.py; this joins their token table and weight tables. Must not
+know: models by name.
 """
 
 from __future__ import annotations
@@ -44,17 +45,26 @@ class Seq2SeqArch:
     relative: RelativeKind | None = None  # scores by distance in the decoder's self-attention, shared by its layers
     names: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
+    key_bias: bool = True  # False: of queries, keys and values, keys have no bias
+
+    @property
+    def vocab(self) -> int:
+        return self.decoder.vocab
 
 
 class SharedTable(WeightTable):
-    """A head that shares the token table becomes separate if the checkpoint turns out to have one."""
+    """A head that shares the token table becomes separate if the checkpoint turns out to have one. Where keys have no
+    bias, theirs is zero."""
 
     model: Seq2Seq
 
     def load(self, name: str, source: Tensor | CodedMatrix, send: Send | None = None) -> bool:
-        if self.canonical(name) == "lm_head.weight" and self.model.decoder.head.tied:
+        canonical = self.canonical(name)
+        if canonical == "lm_head.weight" and self.model.decoder.head.tied:
             self.model.untie()
             self._slots |= {slot.name: slot for slot in self.model.decoder.head.slots() if slot.name not in self._slots}
+        if not self.model.arch.key_bias and canonical.endswith(".q_proj.bias") and isinstance(source, Tensor):
+            super().load(canonical.replace(".q_proj.", ".k_proj."), torch.zeros_like(source), send)
         return super().load(name, source, send)
 
 
@@ -76,6 +86,21 @@ class Seq2Seq(nn.Module):
     def encode(self, texts: Texts) -> Tensor:
         """[S, width], text after text: the value of Batch.encoded in the first step of these rows."""
         return self.encoder(texts)
+
+    @property
+    def width(self) -> int:
+        """Of what `encode_item` gives."""
+        return self.arch.encoder.core.width
+
+    def encode_item(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
+        """[S, width]: the same for the input of one request, as it is sent to a worker."""
+        reads = "audio" if self.arch.encoder.bins else "text"
+        if modality != reads:
+            raise ValueError(f"the model's encoder reads {reads}, not {modality}")
+        if reads == "audio":
+            return self.encoder.listen(arrays["input_features"])
+        token_ids = arrays["token_ids"]
+        return self.encoder(Texts(token_ids, (len(token_ids),)))
 
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
@@ -151,6 +176,13 @@ def build_seq2seq(
     storage: Storage | None = None,
 ) -> Seq2Seq:
     """As models/build.build_model, for an encoder-decoder model."""
+    arch = read_seq2seq(hf_config)
+    storage = storage or plain_storage(dtype, Kernels.here(device))
+    return Seq2Seq(arch, storage, max_model_len=max_model_len or arch.decoder.max_positions)
+
+
+def read_seq2seq(hf_config: Mapping[str, Any]) -> Seq2SeqArch:
+    """The declaration of the first declared name in config["architectures"], applied to the config."""
     name = next((name for name in hf_config.get("architectures") or [] if name in SEQ2SEQ), None)
     if name is None:
         raise ConfigError(
@@ -162,5 +194,4 @@ def build_seq2seq(
         arch: Seq2SeqArch = SEQ2SEQ.get(name)(View(hf_config, {}, name))
         check_arch(arch.encoder.core)
         check_arch(arch.decoder)
-    storage = storage or plain_storage(dtype, Kernels.here(device))
-    return Seq2Seq(arch, storage, max_model_len=max_model_len or arch.decoder.max_positions)
+    return arch

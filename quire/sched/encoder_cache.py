@@ -10,7 +10,10 @@ the item to compute, and after that until the room is needed, those that were us
 Plans run in order, so vectors may be dropped as soon as the plan that needs them last was made: what that plan used
 counts as in use until the next one is begun. Where there is no room, a prompt is cut before the item. The first of the
 running requests always gets on: it may exceed the capacity, as an item that is larger than the budget may if it is the
-only one of its step. Must not know: what an item is, blocks.
+only one of its step.
+
+Of an encoder-decoder model (CrossItems) items have no positions in the prompt: the first step of a row reads all of
+them, to fill its blocks of cross-attention groups. Must not know: what an item is, blocks.
 """
 
 from __future__ import annotations
@@ -89,13 +92,8 @@ class EncoderCache(WholeItems):
         room = self.capacity - self.used + sum([self.entries[key].size for key in self.idle])
         is_first = self._is_first(request)
         new: set[str] = set()
-        for item in media:
-            end = item.offset + item.length
-            if end <= start:
-                continue
-            if item.offset >= upto:
-                break
-            if self.whole_items and end > upto:
+        for item in self._read_by(request, start, upto):
+            if self.whole_items and self._last(item) > upto:
                 return self._cut(request, item)
             if item.key in new or (item.key in self.entries and item.key not in self.idle):
                 continue
@@ -113,11 +111,11 @@ class EncoderCache(WholeItems):
             return
         start, upto = request.planned, request.planned + count
         counts = not request.epoch
+        own = self._read_by(request, start, upto)
         if counts and not request.running:  # what a reused prefix covers needs no vectors at all
-            covered = sum(item.offset + item.length <= start for item in media)
+            covered = sum(self._last(item) <= start for item in media if item not in own)
             self.num_queries += covered
             self.num_hits += covered
-        own = [item for item in media if item.offset < upto and start < item.offset + item.length]
         for item in own:  # those that are there, before any is evicted for the others
             is_there, is_begun = item.key in self.entries, item.offset in self.uses.get(request.id, ())
             if counts and not is_begun:
@@ -129,10 +127,9 @@ class EncoderCache(WholeItems):
             if item.key not in self.entries:
                 self._add(request, item)
             self._use(request, item)
-            if item.offset + item.length <= upto:
+            if self._last(item) <= upto:
                 self._passed.append((request.id, item.offset))
-        last = media[-1]
-        if upto < last.offset + last.length:
+        if upto < self._last(media[-1]):
             self.unfinished.add(request.id)
         else:
             self.unfinished.discard(request.id)
@@ -199,6 +196,16 @@ class EncoderCache(WholeItems):
         for key in list(self.idle):
             self._drop(key)
 
+    # ---- positions
+
+    def _read_by(self, request: Request, start: int, upto: int) -> list[MediaItem]:
+        """Items whose vectors a grant of these positions needs."""
+        return [item for item in request.source.media if item.offset < upto and start < item.offset + item.length]
+
+    def _last(self, item: MediaItem) -> int:
+        """The position from which on its vectors are not needed."""
+        return item.offset + item.length
+
     # ---- entries
 
     def _is_first(self, request: Request) -> bool:
@@ -247,3 +254,30 @@ class EncoderCache(WholeItems):
             self.used -= entry.size
             self.idle.pop(key, None)
             self._freed.append(key)
+
+
+class CrossItems(EncoderCache):
+    """Inputs of an encoder-decoder model's encoder. Each request has one, which its first step reads; after a
+    preemption the first step again, from vectors that are still there or are encoded once more."""
+
+    def check(self, request: EngineRequest) -> None:
+        if len(request.media) != 1:
+            raise InputError(
+                f"a request to an encoder-decoder model has one input of its encoder, not {len(request.media)}",
+                param="encoder_prompt",
+            )
+        (item,) = request.media
+        if item.offset or item.length < 1 or item.takes_vector:
+            raise InputError(
+                f"the input of an encoder has {item.length} vectors, from position {item.offset} on: it needs at least "
+                "one, and has no place in the prompt",
+                param="encoder_prompt",
+            )
+        if not item.arrays:
+            raise InputError(f"the input {item.key!r} of the encoder was not sent", param="encoder_prompt")
+
+    def _read_by(self, request: Request, start: int, upto: int) -> list[MediaItem]:
+        return [] if request.running else list(request.source.media)
+
+    def _last(self, item: MediaItem) -> int:
+        return 1  # no row's first grant is empty

@@ -44,10 +44,13 @@ class OpenPlan:
         self.joined: list[NewRow] = []
 
 
-def make_encoder(settings: SchedulerSettings, running: Running) -> EncoderCache:
-    """For models that take media, or embeddings as prompts."""
-    from quire.sched.encoder_cache import EncoderCache  # lazy
+def make_encoder(settings: SchedulerSettings, running: Running, *, is_cross: bool) -> EncoderCache:
+    """For models that take media, or embeddings as prompts; `is_cross`: or whose decoder attends to an encoder."""
+    from quire.sched.encoder_cache import CrossItems, EncoderCache  # lazy
 
+    if is_cross:
+        cross: EncoderCache = CrossItems(settings.encoder_tokens, settings.encoder_tokens, running, whole_items=False)
+        return cross
     longest = min(settings.max_num_batched_tokens, settings.long_prefill_threshold or settings.max_num_batched_tokens)
     made: EncoderCache = EncoderCache(settings.encoder_tokens, longest, running, whole_items=settings.whole_media)
     return made
@@ -67,7 +70,9 @@ class Planner:
         self.waiting, self.running = Waiting(settings.tenant_credit), Running()
         self.shares = Shares(settings.max_num_seqs, self.running, self.waiting, kv)
         self.adapters = AdapterSlots(settings.max_loras, settings.max_cpu_loras) if settings.max_loras else None
-        self.encoder = make_encoder(settings, self.running) if settings.encoder_tokens else None
+        self.encoder: EncoderCache | None = None
+        if settings.encoder_tokens:
+            self.encoder = make_encoder(settings, self.running, is_cross=bool(kv.cross))
         further = [] if self.adapters is None else [self.adapters]
         self.gates = [*further, *make_gates(settings, pace, self.shares, self.holds, self.encoder)]
         self.blocked: tuple[Request, int] | None = None  # by a lack of blocks, in the last step; with its epoch then
@@ -208,7 +213,7 @@ class Planner:
         self.kv.join(request, hit)
         for gate in self.gates:
             gate.take(request, count)
-        plan.joined.append(request.row(scoped=self.drafts))
+        plan.joined.append(request.row(scoped=self.drafts, is_cross=bool(self.kv.cross)))
         new_blocks = self.kv.grow(request, hit.length + count)
         request.running = True
         self.running.add(request)

@@ -117,7 +117,8 @@ class Request:
         self.num_drafts, self.reach = count, count + 1
         self.target = min(self.end + count, self.last)
 
-    def row(self, *, scoped: bool = False) -> NewRow:
+    def row(self, *, scoped: bool = False, is_cross: bool = False) -> NewRow:
+        """`is_cross`: its media are what its encoder reads."""
         source = self.source
         fresh = len(self.tokens) == self.num_prompt
         return NewRow(
@@ -130,6 +131,7 @@ class Request:
             stop_token_ids=tuple(sorted(self.stops)),
             blocks=tuple(tuple(table) for table in self.holding.tables),
             lora_id=0 if self.adapter is None else self.adapter.slot,
+            num_encoder_tokens=sum(item.length for item in source.media) if is_cross else 0,
             media=described(source.media) if source.media else (),
             scope=f"{source.tenant}\0{source.lora_name or ''}\0{source.cache_salt or ''}" if scoped else "",
         )

@@ -91,7 +91,7 @@ class Scheduler:
         self.check_room(request)
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        if request.media:
+        if request.media or self.kv.cross:
             self._check_media(request)
         length = len(request.prompt_token_ids)
         pooled = isinstance(request.params, PoolingParams)

@@ -112,11 +112,19 @@ class SchedulerSettings:
             hash_algorithm=cache.prefix_caching_hash_algo,
             hash_seed=_hash_seed(),
             events=events is not None and events.publishes,
-            encoder_tokens=options.encoder_cache_size if config.model_config.takes_media else 0,
+            encoder_tokens=_encoder_tokens(config, max_model_len),
             whole_media=options.disable_chunked_mm_input,
             max_loras=0 if lora is None else lora.max_loras,
             max_cpu_loras=0 if lora is None else lora.max_cpu_loras or lora.max_loras,
         )
+
+
+def _encoder_tokens(config: EngineConfig, max_model_len: int) -> int:
+    """At least the longest input of an encoder-decoder model's encoder."""
+    model, size = config.model_config, config.scheduler_config.encoder_cache_size
+    if not model.takes_media:
+        return 0
+    return max(size, model.facts.encoder_length or max_model_len) if model.is_encoder_decoder else size
 
 
 def _hash_seed() -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
@@ -34,8 +34,22 @@ class EmbedsPrompt(TypedDict):
 
 
 SingletonPrompt = str | TextPrompt | TokensPrompt | EmbedsPrompt
-PromptType = SingletonPrompt | list[int]
+EncoderPrompt = TypeVar("EncoderPrompt")
+DecoderPrompt = TypeVar("DecoderPrompt")
 
+
+class ExplicitEncoderDecoderPrompt(TypedDict, Generic[EncoderPrompt, DecoderPrompt]):
+    """Of an encoder-decoder model: what its encoder reads, and how the decoder's text begins."""
+
+    encoder_prompt: EncoderPrompt
+    decoder_prompt: DecoderPrompt | None
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+
+
+PromptType = SingletonPrompt | list[int] | ExplicitEncoderDecoderPrompt[Any, Any]
+
+_PARTS = frozenset(("encoder_prompt", "decoder_prompt"))
+_PAIR = _PARTS | {"mm_processor_kwargs"}
 _KEYS = frozenset(TextPrompt.__annotations__) | frozenset(TokensPrompt.__annotations__) | {"prompt_embeds"}
 
 
@@ -52,6 +66,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     media_io_options: dict[str, Any] | None = None
     loaded_media: Any = None  # what became of them, if that was done beforehand (media/inputs.py)
     embeds: Any = None
+    encoder: Prompt | None = None  # text or ids of the encoder, given beside the decoder's; its media stand here
 
     @property
     def has_media(self) -> bool:
@@ -76,6 +91,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def _of_dict(cls, source: dict[str, Any]) -> Prompt:
+        if "encoder_prompt" in source or "decoder_prompt" in source:
+            return cls._of_pair(source)
         unknown = set(source) - _KEYS
         if unknown:
             raise InputError(
@@ -103,6 +120,35 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
             embeds=embeds,
         )
 
+    @classmethod
+    def _of_pair(cls, source: dict[str, Any]) -> Prompt:
+        """An explicit prompt of an encoder-decoder model."""
+        if unknown := set(source) - _PAIR:
+            raise InputError(
+                f"an encoder-decoder prompt has unknown keys {sorted(map(str, unknown))}; known are {sorted(_PAIR)}",
+                param="prompt",
+            )
+        given, begins = source.get("encoder_prompt"), source.get("decoder_prompt")
+        if given is None:
+            raise InputError("a prompt with 'decoder_prompt' needs 'encoder_prompt'", param="encoder_prompt")
+        if any(isinstance(part, dict) and not _PARTS.isdisjoint(part) for part in (given, begins)):
+            raise InputError("a part of an encoder-decoder prompt cannot itself have parts", param="encoder_prompt")
+        encoder, decoder = cls.of(given), cls() if begins is None else cls.of(begins)
+        if decoder.has_media or decoder.embeds is not None or encoder.embeds is not None:
+            raise InputError(
+                "of an encoder-decoder prompt, the encoder's part may have media, and neither may have embeddings",
+                param="decoder_prompt",
+            )
+        return cls(
+            text=decoder.text,
+            token_ids=decoder.token_ids,
+            cache_salt=encoder.cache_salt or decoder.cache_salt,
+            media=encoder.media,
+            media_uuids=encoder.media_uuids,
+            media_options=source.get("mm_processor_kwargs") or encoder.media_options,
+            encoder=cls(text=encoder.text, token_ids=encoder.token_ids),
+        )
+
 
 def check_ids(values: object) -> tuple[int, ...]:
     """Token ids as a tuple of plain ints: the one form they have from here to a worker's rows. A tuple is not copied.
@@ -122,3 +168,36 @@ def check_ids(values: object) -> tuple[int, ...]:
             raise InputError(f"token ids must be integers, got {item!r}", param="prompt", value=item)
         ids.append(item.__index__())
     return tuple(ids)
+
+
+def build_explicit_enc_dec_prompt(
+    encoder_prompt: EncoderPrompt,
+    decoder_prompt: DecoderPrompt | None,
+    mm_processor_kwargs: dict[str, Any] | None = None,
+) -> ExplicitEncoderDecoderPrompt[EncoderPrompt, DecoderPrompt]:
+    return ExplicitEncoderDecoderPrompt(
+        encoder_prompt=encoder_prompt, decoder_prompt=decoder_prompt, mm_processor_kwargs=mm_processor_kwargs or {}
+    )
+
+
+def zip_enc_dec_prompts(
+    enc_prompts: Iterable[EncoderPrompt],
+    dec_prompts: Iterable[DecoderPrompt | None],
+    mm_processor_kwargs: Iterable[dict[str, Any]] | dict[str, Any] | None = None,
+) -> list[ExplicitEncoderDecoderPrompt[EncoderPrompt, DecoderPrompt]]:
+    """A prompt for each pair; options for all of them, or for each."""
+    pairs = list(zip(enc_prompts, dec_prompts, strict=True))
+    options: list[dict[str, Any] | None] = [None] * len(pairs)
+    if mm_processor_kwargs is not None:
+        same = isinstance(mm_processor_kwargs, dict)
+        options = [mm_processor_kwargs] * len(pairs) if same else list(mm_processor_kwargs)  # type: ignore[list-item]
+    return [
+        build_explicit_enc_dec_prompt(encoder, decoder, own)
+        for (encoder, decoder), own in zip(pairs, options, strict=True)
+    ]
+
+
+def to_enc_dec_tuple_list(
+    enc_dec_prompts: Iterable[ExplicitEncoderDecoderPrompt[EncoderPrompt, DecoderPrompt]],
+) -> list[tuple[EncoderPrompt, DecoderPrompt | None]]:
+    return [(prompt["encoder_prompt"], prompt["decoder_prompt"]) for prompt in enc_dec_prompts]

@@ -38,6 +38,7 @@ class StepShape:
     grants: np.ndarray  # [R]
     encoder_lens: np.ndarray | None = None  # [R] tokens of an encoder's output; None: no group of cross attention
     begins: np.ndarray | None = None  # [R] bool: the encoder's output comes with this step
+    encoded: Tensor | None = None  # [S, width] those outputs, row after row; None: none comes
     num_sampled: np.ndarray | None = None  # [R] how many of its last tokens; None: one of each row that samples
     adapters: np.ndarray | None = None  # [R] int32, 0: none; None: no row of the step has one
     channels: np.ndarray | None = None  # [C, T] positions; None: one channel
@@ -81,6 +82,7 @@ def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
 class BatchFields(TypedDict):
     """Fields of a Batch that most steps leave out."""
 
+    encoded: NotRequired[Tensor]
     input_vectors: NotRequired[GivenVectors]
     adapter_index: NotRequired[Tensor]
     position_channels: NotRequired[Tensor]
@@ -88,6 +90,8 @@ class BatchFields(TypedDict):
 
 def fields_of(shape: StepShape, device: torch.device) -> BatchFields:
     fields = BatchFields()
+    if shape.encoded is not None:
+        fields["encoded"] = shape.encoded
     if shape.vectors is not None:
         fields["input_vectors"] = GivenVectors(upload(shape.vectors.places, device), shape.vectors.vectors)
     if shape.adapters is not None:
@@ -172,7 +176,10 @@ def _with_encoders(shape: StepShape, rows: Rows) -> StepShape:
     """Rows that were not computed before bring their encoder's output along."""
     begins = ~rows.is_encoded[shape.rows]
     rows.is_encoded[shape.rows] = True
-    return replace(shape, encoder_lens=rows.encoder_lens[shape.rows], begins=begins)
+    names = [rows.request_of[row] for row in shape.rows[begins].tolist()]
+    vectors = [rows.encoded[key] for name in names for key in rows.encoder_keys[name]]
+    encoded = None if not vectors else vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+    return replace(shape, encoder_lens=rows.encoder_lens[shape.rows], begins=begins, encoded=encoded)
 
 
 def cross_step(

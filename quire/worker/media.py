@@ -1,7 +1,8 @@
 """WorkerMedia: items of a step through the model's encoder, and what comes out kept until a plan frees it.
 
 In: what a plan encodes and frees, and the rows that join with media. Out: vectors by key, which the rows of a step find
-through their extras (row_extras.py), and channels of positions for models that have several. An item that cannot be
+through their extras (row_extras.py), and channels of positions for models that have several. Of an encoder-decoder
+model they are what the cross-attention of a row's first step reads, and stand at no positions. An item that cannot be
 encoded is the fault of its request alone: that request is named with the reason, as is every other that needs the item.
 Must not know: budgets, who shares an item, how an encoder is built.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -48,6 +49,33 @@ class MediaEncoder(Protocol):
         ...
 
 
+@runtime_checkable
+class EncodesItems(Protocol):
+    """A model with an encoder of its own."""
+
+    width: int  # of a vector
+
+    def encode_item(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor: ...
+
+
+class OwnEncoder:
+    """The encoder of an encoder-decoder model, which is loaded with the model."""
+
+    num_channels = 0
+
+    def __init__(self, model: EncodesItems) -> None:
+        self._model = model
+
+    def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
+        return self._model.encode_item(modality, arrays)
+
+    def channels(self, length: int, media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
+        raise NotImplementedError("positions of an encoder-decoder have one channel")
+
+    def reload(self, other: Any) -> None:
+        """Done with the model's."""
+
+
 class WorkerMedia:
     def __init__(
         self, encoder: MediaEncoder | None, rows: Rows, width: int, dtype: torch.dtype, *, embeds: bool = True,
@@ -72,18 +100,22 @@ class WorkerMedia:
             except Exception as wrong:  # noqa: BLE001  # of code that is not ours, on what a request sent
                 reason = f"its {new.item.modality} could not be encoded: {wrong or type(wrong).__name__}"
                 _log.warning("request %s: %s", new.request_id, reason, exc_info=True)
-                if not self._answers:
+                if not self._answers or self._rows.has_cross:
                     encoded[new.item.key] = self._no_numbers(new.item)
+                if not self._answers:
                     continue
                 self.failed[new.item.key] = lost[new.request_id] = reason
-        for row in plan.joined:
+        for row in () if self._rows.has_cross else plan.joined:
             if row.media:
                 try:
                     self._place(row)
                 except Exception as wrong:  # noqa: BLE001  # of grids that a request sent
                     lost[row.request_id] = f"its media cannot be placed: {wrong or type(wrong).__name__}"
                     _log.warning("request %s: %s", row.request_id, lost[row.request_id], exc_info=True)
-        if self.failed:
+        if self.failed and self._rows.has_cross:
+            lost |= {row.request_id: self.failed[item.key] for row in plan.joined for item in row.media
+                     if item.key in self.failed}  # fmt: skip
+        elif self.failed:
             lost |= self._lost_by(plan.grants)
         return lost
 

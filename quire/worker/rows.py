@@ -121,6 +121,7 @@ class Rows:
         self.encoder_lens = np.zeros(max_rows, np.int64)  # tokens of an encoder's output
         self.is_encoded = np.zeros(max_rows, np.bool_)  # a step has filled the blocks of cross-attention groups
         self.has_cross = any(group.kind is KVKind.CROSS for group in groups)
+        self.encoder_keys: dict[str, tuple[str, ...]] = {}  # of a request: the vectors that its first step reads
         self.adapters = np.zeros(max_rows, np.int32)  # 0: none
         self.has_adapters = False
         self.extras: RowExtras | None = None  # until a request brings some
@@ -162,6 +163,9 @@ class Rows:
             for name in plan.left:
                 self.extras.forget(name)
             self.extras = self.extras or None
+        if self.has_cross:
+            for name in plan.left:
+                self.encoder_keys.pop(name, None)
         holes = sorted((self.row_of.pop(name) for name in plan.left if name in self.row_of), reverse=True)
         for new in plan.joined:
             if new.request_id in self.row_of:
@@ -195,6 +199,8 @@ class Rows:
         self.request_of[row] = new.request_id
         self.epochs[row] = new.epoch
         self.encoder_lens[row], self.is_encoded[row] = new.num_encoder_tokens, False
+        if self.has_cross:
+            self.encoder_keys[new.request_id] = tuple(item.key for item in new.media)
         self.adapters[row] = new.lora_id
         count = len(new.token_ids)
         self.lengths[row] = count

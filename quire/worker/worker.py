@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
 import torch
 
 from quire.attention.backend import AttentionBackend
@@ -31,8 +32,9 @@ from quire.sampling.sampler import Sampler
 from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
+from quire.schema.media import ArrayData, MediaItem
 from quire.schema.params import ResolvedParams
-from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.schema.step import EncodeItem, Grant, Mask, NewRow, StepPlan
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs, GraphFields
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
@@ -292,9 +294,13 @@ class Worker:
     def _make_media(self, rows: Rows) -> WorkerMedia | None:
         """For requests that bring vectors, or what an encoder makes vectors of."""
         from quire.models.arch import Arch  # lazy
-        from quire.worker.media import WorkerMedia  # lazy
+        from quire.worker.media import EncodesItems, OwnEncoder, WorkerMedia  # lazy
 
-        arch, dtype = self.get_model().arch, getattr(torch, self.config.model_config.dtype)
+        model, dtype = self.get_model(), getattr(torch, self.config.model_config.dtype)
+        if isinstance(model, EncodesItems):
+            cross: WorkerMedia = WorkerMedia(OwnEncoder(model), rows, model.width, dtype)
+            return cross
+        arch = model.arch
         if not isinstance(arch, Arch):
             if self.config.model_config.enable_prompt_embeds:
                 raise NotBuiltError(
@@ -357,8 +363,14 @@ class Worker:
             request_id="warm-up", epoch=0, token_ids=(0,) * count, num_prompt_tokens=count,
             params=ResolvedParams(temperature=0.0), seed=0, blocks=blocks,
         )  # fmt: skip
+        encode: tuple[EncodeItem, ...] = ()
+        if self.model_runner.rows.has_cross:
+            item = self._warm_up_item()
+            row = msgspec.structs.replace(row, num_encoder_tokens=item.length, media=(item,))
+            encode = (EncodeItem("warm-up", item),)
         with self._laps.inside("warm_up"):
-            self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))
+            grants = (Grant("warm-up", 0, count, True, 0),)
+            self.forward(StepPlan(step=0, grants=grants, joined=(row,), encode=encode))
             self.sample(0, None).result()
             self._laps.mark("first step")
             began = now()
@@ -378,7 +390,8 @@ class Worker:
                 limits = self.config.scheduler_config.max_num_batched_tokens, self.config.model_config.max_model_len
                 self.model_runner.backend.prepare(*limits)
                 self._laps.mark("library")
-            self.forward(StepPlan(step=0, grants=(), left=("warm-up",)))
+            freed = tuple(one.item.key for one in encode)
+            self.forward(StepPlan(step=0, grants=(), left=("warm-up",), free_encoded=freed))
         if self.config.cache_config.calculate_kv_scales:
             self.model_runner.calibrate_next()
         if not on_cpu:
@@ -388,6 +401,15 @@ class Worker:
 
             length = self.config.model_config.max_model_len
             draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter)
+
+    def _warm_up_item(self) -> MediaItem:
+        """One vector that an encoder could have made."""
+        from quire.worker.media import EMBEDS, EncodesItems  # lazy
+
+        model = self.get_model()
+        assert isinstance(model, EncodesItems)
+        array = ArrayData((1, model.width), "float32", bytes(4 * model.width))
+        return MediaItem(modality=EMBEDS, key="warm-up", offset=0, length=1, arrays={EMBEDS: array})
 
     def _warm_up_pooling(self) -> None:
         """A tiny prompt."""

@@ -23,6 +23,7 @@ FAMILIES = Registry(
         "InternVLProcessor": _PLACE + "tiles:InternVL",
         "PixtralProcessor": _PLACE + "tiles:Pixtral",
         "Qwen2AudioProcessor": _PLACE + "speech:Qwen2Audio",
+        "WhisperProcessor": _PLACE + "speech:Whisper",
     },
 )
 _OF_TYPE = {
@@ -41,6 +42,7 @@ _OF_TYPE = {
     "internvl": "InternVLProcessor",
     "mistral3": "PixtralProcessor",
     "qwen2_audio": "Qwen2AudioProcessor",
+    "whisper": "WhisperProcessor",
 }
 
 

@@ -31,6 +31,7 @@ class Family(abc.ABC):
 
     placeholders: Mapping[str, str] = {}
     features: Mapping[str, str] = {}
+    most_items: int | None = None  # that a prompt may have; None: any number
     counts_items = False  # an item alone in its prompt is processed differently
 
     def __init__(self, files: ProcessorFiles) -> None:

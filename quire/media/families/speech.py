@@ -1,4 +1,4 @@
-"""Models that hear through a Whisper encoder: Qwen2-Audio."""
+"""Whisper, and models that hear through its encoder: Qwen2-Audio."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quire.media.families.base import Family, ProcessedItem
 from quire.media.mel import MelOptions, log_mel
 from quire.media.pixels import Array
 from quire.media.settings import ProcessorFiles, Settings
+from quire.schema.errors import InputError
 
 _EXTRACTOR = {
     "feature_size": 128, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400,
@@ -67,3 +68,30 @@ class Qwen2Audio(Family):
         num = ((frames - 1) // 2 + 1 - 2) // 2 + 1
         arrays = {"input_features": features, "feature_attention_mask": mask}
         return ProcessedItem(arrays, self.placeholders["audio"] * num, num)
+
+
+class Whisper(Family):
+    """An item is what the encoder reads, and has no place in the decoder's prompt."""
+
+    placeholders = {"audio": ""}
+    most_items = 1
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        bins = files.config.get("num_mel_bins")
+        self.audio = self.settings("audio", {**_EXTRACTOR, "feature_size": bins or 80}, "n_samples", "nb_max_frames")
+        self.features_of = WhisperFeatures(self.audio)
+
+    def process(self, modality: str, value: Audio, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        if modality != "audio":
+            raise self.refuse(modality)
+        extractor = WhisperFeatures(self.audio.over(options)) if options else self.features_of
+        rate, most = extractor.mel.rate, extractor.num_samples + extractor.mel.hop
+        if len(value.samples) * rate > most * value.rate:
+            raise InputError(
+                f"the audio lasts {len(value.samples) / value.rate:.1f} s, and the model hears "
+                f"{extractor.num_samples / rate:g} s at once: send it in pieces",
+                param="multi_modal_data",
+            )
+        features, _ = extractor.of(value)
+        return ProcessedItem({"input_features": features[0]}, "", features.shape[2] // 2)

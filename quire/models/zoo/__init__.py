@@ -174,5 +174,7 @@ SEQ2SEQ = Registry(
         "MT5ForConditionalGeneration": "quire.models.zoo.seq2seq:mt5",
         "BartForConditionalGeneration": "quire.models.zoo.seq2seq:bart",
         "MBartForConditionalGeneration": "quire.models.zoo.seq2seq:mbart",
+        "PegasusForConditionalGeneration": "quire.models.zoo.seq2seq:pegasus",
+        "WhisperForConditionalGeneration": "quire.models.zoo.seq2seq:whisper",
     },
 )

@@ -1,7 +1,8 @@
-"""Encoder-decoder models: T5 and BART, and their multilingual forms."""
+"""Encoder-decoder models: T5 and BART with their relatives, and Whisper."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.layers.norm import NormKind
@@ -77,25 +78,29 @@ _BART = (
 )
 
 
-def _half(c: View, side: str, *, order: str, final: bool, **over: Any) -> Arch:
+def _half(c: View, side: str, *, order: str, final: bool, positions: int | None = None, **over: Any) -> Arch:
+    """`positions`: of a table without rows for other uses; None: BART's, with two of them."""
     heads, width = c.get(f"{side}_attention_heads"), c.d_model
-    return Arch(
+    length = positions or c.max_position_embeddings
+    common: dict[str, Any] = dict(
         vocab=c.vocab_size, width=width, heads=heads, kv_heads=heads, head_dim=width // heads,
         ffn=c.get(f"{side}_ffn_dim"), layers=(Layer(),) * c.get(f"{side}_layers"), order=order,
-        max_positions=c.max_position_embeddings, norm=NormKind("layer", 1e-5, bias=True), embed_norm=True,
+        max_positions=length, norm=NormKind("layer", 1e-5, bias=True), embed_norm=True,
         final_norm=final, qkv_bias=True, o_bias=True, mlp_bias=True, gated=False,
-        act=c.get("activation_function", default="gelu"), positions=c.max_position_embeddings + 2, position_offset=2,
-        embed_scale=width**0.5 if c.get("scale_embedding", default=False) else 1.0, **over,
+        act=c.get("activation_function", default="gelu"), positions=length if positions else length + 2,
+        position_offset=0 if positions else 2,
+        embed_scale=width**0.5 if c.get("scale_embedding", default=False) else 1.0,
     )  # fmt: skip
+    return Arch(**common | over)
 
 
-def bart(c: View, *, order: str = "after", final: bool = False) -> Seq2SeqArch:
+def bart(c: View, *, order: str = "after", final: bool = False, **over: Any) -> Seq2SeqArch:
     decoder = _half(
         c, "decoder", order=f"cross_{order}", final=final, cross=c.max_position_embeddings, head_bias=True,
-        tie=bool(c.get("tie_word_embeddings", default=True)),
+        tie=bool(c.get("tie_word_embeddings", default=True)), **over,
     )  # fmt: skip
     return Seq2SeqArch(
-        EncoderArch(_half(c, "encoder", order=order, final=final)), decoder,
+        EncoderArch(_half(c, "encoder", order=order, final=final, **over)), decoder,
         start=c.get("decoder_start_token_id", "eos_token_id", default=2), names=_BART,
         ignore=(r"^encoder\.embed_tokens\.", r"\.version$"),
     )  # fmt: skip
@@ -103,3 +108,24 @@ def bart(c: View, *, order: str = "after", final: bool = False) -> Seq2SeqArch:
 
 def mbart(c: View) -> Seq2SeqArch:
     return bart(c, order="pre", final=True)
+
+
+def pegasus(c: View) -> Seq2SeqArch:
+    """mBART without a norm of the embeddings, and with positions that are no weights."""
+    arch = bart(
+        c, order="pre", final=True, positions=c.max_position_embeddings, position_kind="even_sines", embed_norm=False
+    )
+    ignore = (*arch.ignore, r"^(model|encoder)\.embed_positions\.")
+    return replace(arch, start=c.get("decoder_start_token_id", "pad_token_id", default=0), ignore=ignore)
+
+
+def whisper(c: View) -> Seq2SeqArch:
+    heard, written = c.max_source_positions, c.max_target_positions
+    common: dict[str, Any] = dict(final=True, embed_norm=False)
+    decoder = _half(c, "decoder", order="cross_pre", positions=written, cross=heard, tie=True, **common)
+    encoder = _half(c, "encoder", order="pre", positions=heard, embed_scale=1.0, **common)
+    names = (*_BART, (r"^proj_out\.", "lm_head."))
+    return Seq2SeqArch(
+        EncoderArch(encoder, bins=c.num_mel_bins), decoder, start=c.get("decoder_start_token_id", default=50257),
+        names=names, key_bias=False,
+    )  # fmt: skip

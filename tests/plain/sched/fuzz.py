@@ -64,14 +64,16 @@ def key_of(given: EngineRequest) -> int:
 class Row:
     """A request on the device: what NewRow and Grants said, and what the device itself produced."""
 
-    def __init__(self, new: NewRow, given: EngineRequest) -> None:
+    def __init__(self, new: NewRow, given: EngineRequest, *, is_cross: bool) -> None:
         self.epoch, self.given, self.num_prompt = new.epoch, given, new.num_prompt_tokens
         self.tokens = list(new.token_ids)
         self.tables = [list(table) for table in new.blocks]
         places = [(item.offset, item.offset + item.length, item.key) for item in given.media]
         assert [(item.offset, item.offset + item.length, item.key) for item in new.media] == places, "other media"
-        self.places = places
-        self.media = {p: (key, p - first) for first, last, key in places for p in range(first, last)}
+        self.places = [] if is_cross else places
+        self.media = {p: (key, p - first) for first, last, key in self.places for p in range(first, last)}
+        self.inputs = [key for _, _, key in places] if is_cross else []  # of its encoder: what all positions depend on
+        assert new.num_encoder_tokens == (sum(item.length for item in given.media) if is_cross else 0)
         self.prefix: list[int] = []  # number of each position's whole prefix
         self.fresh = True
         self.drafts: list[int] = []  # what its drafter proposed last
@@ -81,7 +83,8 @@ class Row:
     def number(self, upto: int, drafts: list[int]) -> None:
         """Number the positions up to `upto`, whose last inputs are drafts."""
         tokens = self.tokens if not drafts else [*self.tokens[: upto - len(drafts)], *drafts]
-        prefix, last = self.prefix, self.prefix[-1] if self.prefix else key_of(self.given)
+        prefix = self.prefix
+        last = prefix[-1] if prefix else hash((key_of(self.given), *self.inputs))
         for position in range(len(prefix), upto):
             last = hash((last, tokens[position], self.media.get(position)))
             prefix.append(last)
@@ -109,7 +112,7 @@ class Worker:
         self.slots: dict[int, tuple[int, list[object]]] = {}
         self.rows: dict[str, Row] = {}
         self.encoded: dict[str, int] = {}  # key -> vectors
-        self.takes_media = X not in [group.kind for group in layout.groups]
+        self.is_cross = X in [group.kind for group in layout.groups]
 
     def encode(self, plan: StepPlan) -> None:
         for key in plan.free_encoded:
@@ -124,16 +127,16 @@ class Worker:
             del self.rows[name]
         for new in plan.joined:
             assert new.request_id not in self.rows, "joined twice"
-            self.rows[new.request_id] = Row(new, self.given[new.request_id])
+            self.rows[new.request_id] = Row(new, self.given[new.request_id], is_cross=self.is_cross)
         assert len({grant.request_id for grant in plan.grants}) == len(plan.grants), "two grants for one row"
         work = [Work(grant, self.rows[grant.request_id]) for grant in plan.grants]
         for one in work:
             self.prepare(one)
-        if self.takes_media:
-            self.encode(plan)
-            needed = {key for one in work for first, last, key in one.row.places
-                      if first < one.upto and one.start < last}  # fmt: skip
-            assert needed <= self.encoded.keys(), "an item was not encoded, or freed too early"
+        self.encode(plan)
+        needed = {key for one in work for first, last, key in one.row.places
+                  if first < one.upto and one.start < last}  # fmt: skip
+        needed |= {key for one in work if one.row.fresh for key in one.row.inputs}
+        assert needed <= self.encoded.keys(), "an item was not encoded, or freed too early"
         self.copy([move for move in plan.moves if not move.after])
         for group, spec in enumerate(self.groups):
             passes = {S: (self.read_state, self.write_state), X: (self.write_cross, self.read_cross)}
@@ -370,7 +373,7 @@ class World:
             prefix_caching=rng.random() < 0.8,
             hash_algorithm=rng.choice(["sha256", "blake2b", "sha256_cbor"]),
             events=rng.random() < 0.3,
-            encoder_tokens=0 if X in [group.kind for group in groups] else encodes,
+            encoder_tokens=encodes,
             whole_media=rng.random() < 0.3,
         )
         self.with_media = rng.choice([0.1, 0.1, 0.6])
@@ -449,8 +452,8 @@ class World:
         """Of a prompt of so many tokens. Equal content has equal length."""
         rng = self.rng
         if self.media:
-            first, span = rng.randint(0, size - 1), rng.randint(1, self.media)
-            return (item(first, span, f"{rng.choice('xy')}{span}"),)
+            span = rng.randint(1, self.media)
+            return (item(0, span, f"{rng.choice('xy')}{span}"),)
         items: list[MediaItem] = []
         if rng.random() < self.with_media:
             at = rng.randint(0, size - 1)
@@ -620,6 +623,9 @@ class World:
         for grant in plan.grants:
             media = self.scheduler.requests[grant.request_id].source.media
             upto = grant.start + grant.count
+            if self.media:
+                self.seen["with media"] += grant.request_id in {new.request_id for new in plan.joined}
+                continue
             if settings.whole_media and encoder is not None:
                 assert not any(one.offset < upto < one.offset + one.length for one in media), "an item is split"
             self.seen["with media"] += any(one.offset < upto and grant.start < one.offset + one.length for one in media)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from quire.sched.encoder_cache import EncoderCache
+from quire.sched.encoder_cache import CrossItems, EncoderCache
+from quire.sched.gates import SchedulerLoad
 from quire.schema.errors import ConfigError, InputError
+from quire.schema.kv import KVKind
+from quire.schema.stats import CacheStats
 from quire.schema.step import StepPlan
 from tests.plain.sched.kit import Bench, counts, item, request
 
@@ -122,3 +125,88 @@ def test_a_model_without_media_refuses_them() -> None:
         Bench().add(request("a", 12, media_keys=((0, 3, "x"),)))
     with pytest.raises(ConfigError, match="must encode all media of a prompt"):
         Bench(encoder_tokens=8, chunked_prefill=False, max_num_batched_tokens=64)
+
+
+# ---- encoder-decoder models
+
+
+def cross_bench(capacity: int = 40, num_blocks: int = 64, **settings: object) -> tuple[Bench, EncoderCache]:
+    groups = (KVKind.FULL, 4, 0), (KVKind.CROSS, 4, 20)
+    made = Bench(num_blocks, *groups, encoder_tokens=capacity, **settings)
+    encoder = made.scheduler.planner.encoder
+    assert isinstance(encoder, CrossItems)
+    return made, encoder
+
+
+def test_the_first_step_of_a_row_reads_its_encoder_s_input() -> None:
+    """Whatever positions it computes; later steps and chunks read none."""
+    made, encoder = cross_bench(max_num_batched_tokens=4)
+    made.add(request("a", 10, max_tokens=3, media_keys=((0, 9, "x"),)))
+    plan = made.step()
+    assert encoded(plan) == ["x"] and counts(plan) == {"a": 4}
+    assert plan.joined[0].num_encoder_tokens == 9
+    assert [len(blocks) for blocks in plan.grants[0].new_blocks] == [1, 3]
+    plan = made.step()
+    assert encoded(plan) == [] and list(encoder.idle) == ["x"] and [len(b) for b in plan.grants[0].new_blocks] == [1, 0]
+    made.finish()
+    assert made.num_free == 64
+
+
+def test_an_encoder_s_input_is_encoded_once_and_prefixes_are_shared_by_equal_ones_only() -> None:
+    made, encoder = cross_bench()
+    prompt = [9, 8, 7, 6, 5, 4, 3, 9, 8]
+    made.add(request("a", prompt, max_tokens=2, media_keys=((0, 9, "x"),)))
+    made.finish()
+    made.add(request("b", prompt, max_tokens=2, media_keys=((0, 9, "x"),)))
+    plan = made.step()
+    assert plan.grants[0].start == 8 and encoded(plan) == [] and plan.joined[0].num_encoder_tokens == 9
+    assert len(plan.grants[0].new_blocks[1]) == 3, "its own blocks, filled anew"
+    made.finish()
+    made.add(request("c", prompt, max_tokens=2, media_keys=((0, 9, "y"),)))
+    plan = made.step()
+    assert plan.grants[0].start == 0 and encoded(plan) == ["y"], "another input, another prefix"
+    made.finish()
+    assert encoder.take_counts() == CacheStats(queries=3, hits=1)
+
+
+def test_a_preempted_row_reads_its_encoder_s_input_again() -> None:
+    made, encoder = cross_bench(prefix_caching=False)
+    made.add(request("a", 6, media_keys=((0, 9, "x"),)))
+    assert encoded(made.step()) == ["x"]
+    for is_there in (True, False):
+        planner = made.scheduler.planner
+        planner.preempt(planner.running.items[-1])
+        assert made.num_free == 64, "its cross-attention blocks are free too"
+        if not is_there:
+            encoder.open(SchedulerLoad(0, 0, 0))
+            encoder.clear()
+        plan = made.step()
+        assert plan.joined[0].request_id == "a" and plan.joined[0].num_encoder_tokens == 9
+        assert encoded(plan) == ([] if is_there else ["x"])
+    made.finish()
+    assert made.num_free == 64
+
+
+def test_inputs_of_encoders_wait_for_room_and_aborts_free_blocks() -> None:
+    made, encoder = cross_bench(capacity=20)
+    for name in "abc":
+        made.add(request(name, 3, max_tokens=9, media_keys=((0, 12, name),)))
+    assert encoded(made.step()) == ["a"]
+    plan = made.step()
+    assert encoded(plan) == ["b"] and plan.free_encoded == ("a",), "as soon as the first one has read its own"
+    made.scheduler.abort(["a", "b"])
+    assert made.num_free == 64 and not encoder.uses
+    assert encoded(made.step()) == ["c"]
+    made.finish()
+
+
+@pytest.mark.parametrize(
+    ("media", "words"),
+    [((), "one input of its encoder, not 0"), (((0, 2, "x"), (0, 3, "y")), "not 2"), (((1, 2, "x"),), "position 1")],
+)
+def test_wrong_inputs_of_encoders(media: tuple[tuple[int, int, str], ...], words: str) -> None:
+    made, _ = cross_bench()
+    with pytest.raises(InputError, match=words):
+        made.add(request("a", 6, media_keys=media))
+    with pytest.raises(InputError, match=r"may need .* KV blocks"):
+        made.add(request("b", 6, media_keys=((0, 999, "x"),)))

@@ -410,7 +410,7 @@ def test_from_config_reads_every_option(device: str) -> None:
             max_num_queued_tokens=12, inter_token_latency_goal_ms=25.0, encoder_cache_size=99,
             disable_chunked_mm_input=True,
         ),
-        model_config=Names(takes_media=device == "cpu"),
+        model_config=Names(takes_media=device == "cpu", is_encoder_decoder=False),
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
         kv_events_config=Names(publishes=True),
         lora_config=Names(max_loras=3, max_cpu_loras=5), num_speculative_tokens=4,
