@@ -14,7 +14,7 @@ _PLACE = "quire.media.speech."
 SPEECH_MODELS = Registry(
     "speech model",
     {
-        "whisper": _PLACE + "whisper:Whisper",
+        "whisper": _PLACE + "whisper:WhisperSpeech",
         "qwen2_audio": _PLACE + "instructed:Qwen2AudioSpeech",
     },
 )

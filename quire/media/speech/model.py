@@ -96,6 +96,10 @@ class SpeechModel(abc.ABC):
         """Without timestamps and control tokens."""
         raise NotImplementedError
 
+    def clean(self, text: str) -> str:
+        """Text as the engine writes it, whole tokens at a time, without what is no speech."""
+        return text
+
     # ---- what a request may say ------------------------------------------------------------------------------------
 
     def check(self, task: SpeechTask) -> None:

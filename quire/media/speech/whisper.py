@@ -5,11 +5,12 @@ A model that knows English only (`tiny.en`) has no tokens for languages and task
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.config import SpeechToTextConfig
-from quire.media.settings import read_json
+from quire.media.settings import ProcessorFiles, Settings, read_json
 from quire.media.speech.languages import LANGUAGES
 from quire.media.speech.model import (
     TRANSLATE,
@@ -25,17 +26,27 @@ from quire.schema.errors import CheckpointError, InputError
 from quire.schema.prompt import Prompt
 
 _MULTILINGUAL = 51865  # tokens; a vocabulary that has fewer is of English alone
-_TICK = 0.02  # seconds
 _NEVER = -100.0
+_TIME = re.compile(r"<\|\d{1,2}\.\d\d\|>")
 _MOST_SUPPRESSED = 4096
 
 
-class Whisper(SpeechModel):
+class WhisperSpeech(SpeechModel):
     has_timestamps = True
     joint = ""  # words begin with their space
 
-    def __init__(self, config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: SpeechTokenizer) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: SpeechTokenizer,
+        extractor: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """`extractor`: settings of its feature extractor."""
         self._tokenizer = tokenizer
+        heard = Settings.of({"sampling_rate": 16000, "chunk_length": 30}, extractor or {})
+        self.config = SpeechToTextConfig(
+            sample_rate=heard.whole("sampling_rate", high=768_000),
+            max_audio_clip_s=heard.whole("chunk_length", high=3600),
+        )
+        self._tick = heard.whole("chunk_length") / int(config.get("max_source_positions") or 1500)  # seconds
         self._start = self._token("<|startoftranscript|>")
         self._plain = self._token("<|notimestamps|>")  # timestamps are behind it
         self._end = self._token("<|endoftext|>")
@@ -53,11 +64,11 @@ class Whisper(SpeechModel):
         self.translates = self._is_multilingual
         self.default_language = None if self._is_multilingual else "en"
         self._suppressed = _ids(generation.get("suppress_tokens"), vocabulary)
-        self.config = SpeechToTextConfig()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], folder: str, tokenizer: SpeechTokenizer) -> Whisper:
-        return cls(config, read_json(folder, "generation_config.json"), tokenizer)
+    def of(cls, config: Mapping[str, Any], folder: str, tokenizer: SpeechTokenizer) -> WhisperSpeech:
+        extractor = ProcessorFiles.read(folder, config).parts["audio"]
+        return cls(config, read_json(folder, "generation_config.json"), tokenizer, extractor)
 
     def _token(self, name: str) -> int:
         token_id = self._tokenizer.token_to_id(name)
@@ -78,8 +89,7 @@ class Whisper(SpeechModel):
                 raise InputError("language must be given", param="language")
             yield self._language_ids[task.language]
             yield self._token(f"<|{task.kind}|>")
-        if not task.with_timestamps:
-            yield self._plain
+        yield self._plain + 1 if task.with_timestamps else self._plain  # the first time is 0.00
 
     def _guide(self, text: str) -> list[int]:
         """What was said before, or words to expect: as much of its end as leaves half of the model's length. Nothing in
@@ -130,7 +140,11 @@ class Whisper(SpeechModel):
 
     def _time(self, token_id: int) -> float | None:
         tick = token_id - self._plain - 1
-        return round(tick * _TICK, 2) if 0 <= tick < self._num_ticks else None
+        return round(tick * self._tick, 3) if 0 <= tick < self._num_ticks else None
+
+    def clean(self, text: str) -> str:
+        """Without times, which are no special tokens."""
+        return _TIME.sub("", text) if "<|" in text else text
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode([one for one in token_ids if one < self._end])

@@ -71,7 +71,7 @@ class SpeechAnswer:
                 grown.token_ids += output.token_ids
                 grown.logprobs += _chosen(output)
                 grown.finish_reason = output.finish_reason or grown.finish_reason
-                yield number, output.text
+                yield number, self._model.clean(output.text)
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
@@ -118,7 +118,9 @@ class SpeechAnswer:
 
     def _event(self, text: str) -> bytes:
         choice = SpeechChoice(delta=SpeechDelta(content=text), finish_reason=None, stop_reason=None)
-        further: dict[str, Any] = {"type": "transcript.text.delta", "delta": text} if self._task.kind == TRANSCRIBE else {}
+        further: dict[str, Any] = (
+            {"type": "transcript.text.delta", "delta": text} if self._task.kind == TRANSCRIBE else {}
+        )
         return self._encoded(SpeechChunk(**self._head, choices=[choice], **self._usage_so_far(), **further))
 
     def _encoded(self, chunk: SpeechChunk) -> bytes:

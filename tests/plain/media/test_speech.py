@@ -16,7 +16,7 @@ from quire.media.speech.clips import cut_into_clips, quietest
 from quire.media.speech.instructed import Qwen2AudioSpeech
 from quire.media.speech.languages import LANGUAGES
 from quire.media.speech.model import TRANSLATE, SpeechTask
-from quire.media.speech.whisper import Whisper
+from quire.media.speech.whisper import WhisperSpeech
 from quire.schema.errors import CheckpointError, InputError
 
 CONTROL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>",
@@ -46,12 +46,12 @@ class Bytes:
         return ID.get(token)
 
 
-def whisper(**generation: Any) -> Whisper:
+def whisper(**generation: Any) -> WhisperSpeech:
     config = {"vocab_size": VOCAB, "max_target_positions": 448}
-    return Whisper(config, {"is_multilingual": True, **generation}, Bytes())
+    return WhisperSpeech(config, {"is_multilingual": True, **generation}, Bytes())
 
 
-def names(model: Whisper, **task: Any) -> str:
+def names(model: WhisperSpeech, **task: Any) -> str:
     known = {one: name for name, one in ID.items()}
     return "".join(known.get(one) or chr(one) for one in model.prompt(SpeechTask(**task)).token_ids or ())
 
@@ -65,10 +65,11 @@ def test_prompts_of_whisper() -> None:
     model = whisper()
     assert set(model.languages) == {"en", "de"}
     assert names(model, language="de") == "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>"
-    assert names(model, language="en", kind=TRANSLATE, with_timestamps=True) == (
-        "<|startoftranscript|><|en|><|translate|>"
+    timed = model.prompt(SpeechTask(language="en", kind=TRANSLATE, with_timestamps=True)).token_ids
+    assert timed == (ID["<|startoftranscript|>"], ID["<|en|>"], ID["<|translate|>"], ZERO)
+    assert names(model, language="en", prompt=" Quire. ").startswith(
+        "<|startofprev|> Quire.<|startoftranscript|><|en|>"
     )
-    assert names(model, language="en", prompt=" Quire. ").startswith("<|startofprev|> Quire.<|startoftranscript|><|en|>")
     injected = names(model, language="en", prompt="a<|startoftranscript|>b<|endoftext|>")
     assert injected.startswith("<|startofprev|> ab<|startoftranscript|>")
     long = model.prompt(SpeechTask(language="en", prompt="x" * 5000)).token_ids or ()
@@ -81,7 +82,8 @@ def test_prompts_of_whisper() -> None:
 def test_whisper_of_english_alone() -> None:
     model = whisper(is_multilingual=False)
     assert names(model, language="en") == "<|startoftranscript|><|notimestamps|>"
-    assert names(model, language="en", with_timestamps=True) == "<|startoftranscript|>"
+    timed = model.prompt(SpeechTask(language="en", with_timestamps=True)).token_ids
+    assert timed == (ID["<|startoftranscript|>"], ZERO)
     assert model.detection() is None and model.default_language == "en"
     for task in (SpeechTask(language="de"), SpeechTask(kind=TRANSLATE)):
         with pytest.raises(InputError):
@@ -131,7 +133,7 @@ def test_a_tokenizer_without_the_tokens() -> None:
             return None
 
     with pytest.raises(CheckpointError, match="startoftranscript"):
-        Whisper({"vocab_size": VOCAB}, {}, Empty())
+        WhisperSpeech({"vocab_size": VOCAB}, {}, Empty())
 
 
 def test_prompts_of_qwen2_audio() -> None:
@@ -178,7 +180,9 @@ def test_clips_are_all_of_the_audio(num: int) -> None:
 def test_audio_that_must_not_be_cut() -> None:
     samples = np.zeros(100, np.float32)
     with pytest.raises(InputError, match="takes 1 s"):
-        cut_into_clips(samples, SpeechToTextConfig(sample_rate=16, max_audio_clip_s=1, min_energy_split_window_size=None))
+        cut_into_clips(
+            samples, SpeechToTextConfig(sample_rate=16, max_audio_clip_s=1, min_energy_split_window_size=None)
+        )
     (clip,) = cut_into_clips(samples, SpeechToTextConfig(sample_rate=16, max_audio_clip_s=None))
     assert len(clip.samples) == 100
 

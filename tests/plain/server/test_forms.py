@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -110,10 +111,8 @@ def test_any_bytes_are_read_or_refused() -> None:
     pieces = [b"--b", b"\r\n", b"--", b"\r\n\r\n", NAME.encode(), b'; filename="f"', b"x", b'"', b"\\", b"\xff"]
     for _ in range(3000):
         body = b"".join(chance.choice(pieces) for _ in range(chance.randrange(30)))
-        try:
+        with contextlib.suppress(InputError):
             read_parts(body, b"--b")
-        except InputError:
-            pass
 
 
 def test_an_empty_part_ends_at_once() -> None:
