@@ -59,7 +59,6 @@ class Decoding:
 
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
 
 
 class SpeechModel(abc.ABC):

@@ -64,6 +64,7 @@ class WhisperSpeech(SpeechModel):
         self.translates = self._is_multilingual
         self.default_language = None if self._is_multilingual else "en"
         self._suppressed = _ids(generation.get("suppress_tokens"), vocabulary)
+        self._least = int(self._end in _ids(generation.get("begin_suppress_tokens"), vocabulary))  # tokens of a text
 
     @classmethod
     def of(cls, config: Mapping[str, Any], folder: str, tokenizer: SpeechTokenizer) -> WhisperSpeech:
@@ -106,8 +107,8 @@ class WhisperSpeech(SpeechModel):
         return Detection(Prompt(token_ids=(self._start,)), languages)
 
     def decoding(self, task: SpeechTask) -> Decoding:
-        """What the checkpoint never lets it say; and an answer is not empty."""
-        return Decoding(dict.fromkeys(self._suppressed, _NEVER))
+        """What the checkpoint never lets it say, and whether it may say nothing."""
+        return Decoding(dict.fromkeys(self._suppressed, _NEVER), self._least)
 
     def check(self, task: SpeechTask) -> None:
         super().check(task)

@@ -259,6 +259,8 @@ def _params(speech: _Speech, task: SpeechTask) -> SamplingParams:
     further: dict[str, Any] = {}
     if decoding.logit_bias:
         further["logit_bias"] = dict(decoding.logit_bias)
+    if decoding.min_tokens:
+        further["min_tokens"] = decoding.min_tokens
     if speech.request.response_format == "verbose_json":
         further["logprobs"] = 0
     return sampling_params(speech.plain, speech.call.model, max_tokens=most, **further)

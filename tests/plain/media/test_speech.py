@@ -104,7 +104,8 @@ def test_what_whisper_refuses(task: dict[str, Any], param: str) -> None:
 def test_tokens_never_said() -> None:
     bias = whisper(suppress_tokens=[1, 2, 10**9, "x"]).decoding(SpeechTask()).logit_bias
     assert bias == {1: -100.0, 2: -100.0}
-    assert whisper().decoding(SpeechTask()).logit_bias == {}
+    assert whisper().decoding(SpeechTask()).logit_bias == {} and whisper().decoding(SpeechTask()).min_tokens == 0
+    assert whisper(begin_suppress_tokens=[5, ID["<|endoftext|>"]]).decoding(SpeechTask()).min_tokens == 1
     with pytest.raises(CheckpointError):
         whisper(suppress_tokens=[1] * 5000)
 
