@@ -205,7 +205,19 @@ def served(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     start = "import sys; from quire.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", start, "serve", str(folder), "--port", str(port), "--dtype", "float32"]
+    command = [
+        sys.executable,
+        "-c",
+        start,
+        "serve",
+        str(folder),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+    ]
     process = subprocess.Popen([*command, "--served-model-name", "whisper"], stdout=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"

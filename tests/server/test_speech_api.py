@@ -14,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.base import env
 from quire.config import SpeechToTextConfig
 from quire.media.speech.clips import cut_into_clips
@@ -243,3 +244,31 @@ def test_the_page_has_the_routes(server: Live) -> None:
         assert schema["properties"]["file"]["format"] == "binary" and "file" in schema["required"]
     assert "SpeechChunk" in page["components"]["schemas"]
     assert json.dumps(page)
+
+
+def test_a_chat_model_is_asked_in_words(tmp_path: Path) -> None:
+    """Qwen2-Audio: each clip's text is what the documented prompt gives."""
+    import torch
+    import transformers as tf
+    from tokenizers import Tokenizer
+
+    from tests.media.test_joined import qwen2_audio
+    from tests.media.tokens import write_tokenizer
+
+    write_tokenizer(tmp_path)
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    torch.manual_seed(3)
+    tf.Qwen2AudioForConditionalGeneration(qwen2_audio(vocab)).eval().float().save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_size": 16, "chunk_length": 2}))
+    asked = "<|audio_bos|><|AUDIO|><|audio_eos|>Detect the language and recognize the speech: <|en|>"
+    clips = cut_into_clips(read_back(LONG), SpeechToTextConfig(max_audio_clip_s=2))
+    engine = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
+    with LLM(str(tmp_path), **engine) as llm:
+        prompts: Any = [{"prompt": asked, "multi_modal_data": {"audio": (clip.samples, RATE)}} for clip in clips]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=COUNT), use_tqdm=False)
+    with live(str(tmp_path), engine=engine) as running:
+        answer = post(running, {"language": "en", **MOST}, LONG)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["text"] == " ".join(one.outputs[0].text.lstrip() for one in outputs)
+        assert error_of(post(running, {"response_format": "srt"}))["param"] == "response_format"
+        assert error_of(post(running, {"prompt": "Hi"}))["param"] == "prompt"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config import SpeechToTextConfig
+from quire.media.settings import ProcessorFiles
 from quire.media.speech.languages import LANGUAGES
-from quire.media.speech.model import TRANSLATE, SpeechModel, SpeechTask, SpeechTokenizer, named
+from quire.media.speech.model import TRANSLATE, SpeechModel, SpeechTask, SpeechTokenizer, heard, named
 from quire.schema.errors import InputError
 from quire.schema.prompt import Prompt
 
@@ -20,13 +20,12 @@ class Qwen2AudioSpeech(SpeechModel):
     languages = named(("en", "zh", "yue", "de", "es", "fr", "it", "ja", "ko"))
     _AUDIO = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
-    def __init__(self, tokenizer: SpeechTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.config = SpeechToTextConfig()
+    def __init__(self, extractor: Mapping[str, Any]) -> None:
+        self.config = heard(extractor)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], folder: str, tokenizer: SpeechTokenizer) -> Qwen2AudioSpeech:
-        return cls(tokenizer)
+        return cls(ProcessorFiles.read(folder, config).parts["audio"])
 
     def prompt(self, task: SpeechTask) -> Prompt:
         if task.prompt.strip():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from quire.config import SpeechToTextConfig
+from quire.media.settings import Settings
 from quire.media.speech.languages import LANGUAGES
 from quire.schema.errors import InputError
 from quire.schema.prompt import Prompt
@@ -117,6 +118,15 @@ class SpeechModel(abc.ABC):
 
     def joint_of(self, language: str | None) -> str:
         return "" if language in _UNSPACED else self.joint
+
+
+def heard(extractor: Mapping[str, Any]) -> SpeechToTextConfig:
+    """As the settings of a feature extractor say: its rate, and clips as long as it takes."""
+    settings = Settings.of({"sampling_rate": 16000, "chunk_length": 30}, extractor)
+    return SpeechToTextConfig(
+        sample_rate=settings.whole("sampling_rate", high=768_000),
+        max_audio_clip_s=settings.whole("chunk_length", high=3600),
+    )
 
 
 _UNSPACED = frozenset(("zh", "yue", "ja", "th", "lo", "my", "km", "bo"))

@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.config import SpeechToTextConfig
-from quire.media.settings import ProcessorFiles, Settings, read_json
+from quire.media.settings import ProcessorFiles, read_json
 from quire.media.speech.languages import LANGUAGES
 from quire.media.speech.model import (
     TRANSLATE,
@@ -20,6 +19,7 @@ from quire.media.speech.model import (
     SpeechModel,
     SpeechTask,
     SpeechTokenizer,
+    heard,
     named,
 )
 from quire.schema.errors import CheckpointError, InputError
@@ -41,12 +41,8 @@ class WhisperSpeech(SpeechModel):
     ) -> None:  # fmt: skip
         """`extractor`: settings of its feature extractor."""
         self._tokenizer = tokenizer
-        heard = Settings.of({"sampling_rate": 16000, "chunk_length": 30}, extractor or {})
-        self.config = SpeechToTextConfig(
-            sample_rate=heard.whole("sampling_rate", high=768_000),
-            max_audio_clip_s=heard.whole("chunk_length", high=3600),
-        )
-        self._tick = heard.whole("chunk_length") / int(config.get("max_source_positions") or 1500)  # seconds
+        self.config = heard(extractor or {})
+        self._tick = (self.config.max_audio_clip_s or 30) / int(config.get("max_source_positions") or 1500)  # seconds
         self._start = self._token("<|startoftranscript|>")
         self._plain = self._token("<|notimestamps|>")  # timestamps are behind it
         self._end = self._token("<|endoftext|>")

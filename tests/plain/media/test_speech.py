@@ -138,12 +138,13 @@ def test_a_tokenizer_without_the_tokens() -> None:
 
 
 def test_prompts_of_qwen2_audio() -> None:
-    model = Qwen2AudioSpeech(Bytes())
+    model = Qwen2AudioSpeech({"chunk_length": 2})
     text = model.prompt(SpeechTask(language="en")).text or ""
     assert text.count("<|AUDIO|>") == 1 and text.endswith("recognize the speech: <|en|>")
     assert "into French:" in (model.prompt(SpeechTask(kind=TRANSLATE, to_language="fr")).text or "")
     with pytest.raises(InputError, match="no times"):
         model.check(SpeechTask(with_timestamps=True))
+    assert model.config.max_audio_clip_s == 2 and model.config.sample_rate == 16000
     assert model.joint_of("zh") == "" and model.joint_of("en") == " "
 
 
