@@ -45,7 +45,7 @@ class Detection(NamedTuple):
     languages: Mapping[int, str]  # token id -> language
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """Tokens that are spoken between two times, in seconds from the start of the clip."""
 
     start: float
@@ -88,7 +88,7 @@ class SpeechModel(abc.ABC):
         """None: the model needs no language."""
         return None
 
-    def spans(self, token_ids: Sequence[int], seconds: float) -> list[Span]:
+    def spans(self, token_ids: Sequence[int], seconds: float) -> list[TimeSpan]:
         """Of an answer to a task with timestamps, for a clip of this length."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ from quire.media.speech.model import (
     TRANSLATE,
     Decoding,
     Detection,
-    Span,
+    TimeSpan,
     SpeechModel,
     SpeechTask,
     SpeechTokenizer,
@@ -116,9 +116,9 @@ class WhisperSpeech(SpeechModel):
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
-    def spans(self, token_ids: Sequence[int], seconds: float) -> list[Span]:
+    def spans(self, token_ids: Sequence[int], seconds: float) -> list[TimeSpan]:
         """A timestamp ends what is open, or begins what follows. What has no end lasts as long as the clip."""
-        spans: list[Span] = []
+        spans: list[TimeSpan] = []
         start, begin, has_text = 0.0, 0, False
         for place, one in enumerate(token_ids):
             if (time := self._time(one)) is None:
@@ -126,13 +126,13 @@ class WhisperSpeech(SpeechModel):
                 continue
             time = min(time, seconds)
             if has_text:
-                spans.append(Span(start, max(start, time), begin, place + 1))
+                spans.append(TimeSpan(start, max(start, time), begin, place + 1))
                 begin, has_text = place + 1, False
             else:
                 begin = place
             start = max(start, time)
         if has_text:
-            spans.append(Span(start, max(start, seconds), begin, len(token_ids)))
+            spans.append(TimeSpan(start, max(start, seconds), begin, len(token_ids)))
         return spans
 
     def _time(self, token_id: int) -> float | None:

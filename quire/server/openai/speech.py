@@ -182,7 +182,7 @@ async def _answer(speech: _Speech, task: SpeechTask) -> None:
         task = replace(task, language=await _language(speech, public_id))
     speech.model.check(task)
     params = _params(speech, task)
-    prompt = speech.model.prompt(task)
+    prompt = await call.model.engine.read(len(task.prompt), speech.model.prompt, task)
 
     async def open_clip(number: int) -> Any:
         return await _open(speech, f"{public_id}-{number}", prompt, params, speech.clips[number])
