@@ -33,6 +33,10 @@ _NAMES = {
     "TextPrompt": "quire.schema.prompt:TextPrompt",
     "TokensPrompt": "quire.schema.prompt:TokensPrompt",
     "PromptType": "quire.schema.prompt:PromptType",
+    "ExplicitEncoderDecoderPrompt": "quire.schema.prompt:ExplicitEncoderDecoderPrompt",
+    "build_explicit_enc_dec_prompt": "quire.schema.prompt:build_explicit_enc_dec_prompt",
+    "to_enc_dec_tuple_list": "quire.schema.prompt:to_enc_dec_tuple_list",
+    "zip_enc_dec_prompts": "quire.schema.prompt:zip_enc_dec_prompts",
     "LoRARequest": "quire.schema.adapters:LoRARequest",
     "ModelRegistry": "quire.config.outside:ModelRegistry",
 }

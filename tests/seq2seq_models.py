@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "T5ForConditionalGeneration": _T5,
     "T5ForConditionalGeneration gated": dict(_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "MT5ForConditionalGeneration": _T5,
+    "UMT5ForConditionalGeneration": _T5,
     "BartForConditionalGeneration": dict(_BART, forced_bos_token_id=5),
     "MBartForConditionalGeneration": dict(_BART, decoder_start_token_id=7),
     "PegasusForConditionalGeneration": dict(_BART, decoder_start_token_id=0),

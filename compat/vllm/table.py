@@ -65,7 +65,8 @@ SAME: tuple[tuple[str, str, str], ...] = (
      " NCCLWeightTransferEngine"),
     ("vllm.distributed.weight_transfer.packed_tensor", "vllm.refused", "packed_nccl_broadcast_producer"),
     ("vllm.inputs", "vllm.interfaces", "MultiModalDataDict"),
-    ("vllm.inputs.data", "quire.schema.prompt", "EmbedsPrompt PromptType SingletonPrompt TextPrompt TokensPrompt"),
+    ("vllm.inputs.data", "quire.schema.prompt", "EmbedsPrompt ExplicitEncoderDecoderPrompt PromptType SingletonPrompt"
+     " TextPrompt TokensPrompt build_explicit_enc_dec_prompt to_enc_dec_tuple_list zip_enc_dec_prompts"),
     ("vllm.inputs.llm", "quire.schema.prompt", "EmbedsPrompt PromptType SingletonPrompt TextPrompt TokensPrompt"),
     ("vllm.inputs.llm", "vllm.interfaces", "MultiModalDataDict"),
     ("vllm.lora.resolver", "quire.server.resolvers", "LoRAResolver LoRAResolverRegistry"),
@@ -89,7 +90,8 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.engine.llm_engine", "quire.llm.engine", "LLMEngine"),
     ("vllm.entrypoints.cli.main", "quire.cli.main", "main"),
     ("vllm.entrypoints.llm", "quire.llm.offline", "LLM"),
-    ("vllm.inputs", "quire.schema.prompt", "EmbedsPrompt PromptType SingletonPrompt TextPrompt TokensPrompt"),
+    ("vllm.inputs", "quire.schema.prompt", "EmbedsPrompt ExplicitEncoderDecoderPrompt PromptType SingletonPrompt"
+     " TextPrompt TokensPrompt build_explicit_enc_dec_prompt to_enc_dec_tuple_list zip_enc_dec_prompts"),
     ("vllm.logprobs", "quire.schema.outputs", "FlatLogprobs Logprob LogprobsOnePosition PromptLogprobs SampleLogprobs"),
     ("vllm", "quire.config.outside", "ModelRegistry"),
     ("vllm.model_executor.models", "quire.config.outside", "ModelRegistry"),

@@ -87,8 +87,8 @@ class EncoderInputs:
                 f"multi_modal_data={{{self._modalities[0]!r}: ...}}, or that within encoder_prompt",
                 param="multi_modal_data",
             )
-        given = prompt.encoder
-        if given is not None and (given.text or given.token_ids):
+        encoder = prompt.encoder
+        if encoder is not None and (encoder.text or encoder.token_ids):
             raise InputError(
                 f"this model's encoder reads {' or '.join(self._modalities)}, not text: leave its prompt's text ''",
                 param="encoder_prompt",

@@ -88,6 +88,7 @@ class InputProcessor:
         self._by_priority = config.scheduler_config.policy == "priority"
         self._has_adapters = config.lora_config is not None
         self._is_pooling = config.model_config.is_pooling
+        self._is_encoder_decoder = config.model_config.is_encoder_decoder
         self._has_prefix_cache = bool(config.cache_config.enable_prefix_caching)
         self._ranks = config.parallel_config.engine_ranks
         self._mark = (
@@ -139,7 +140,7 @@ class InputProcessor:
         media: tuple[MediaItem, ...] = ()
         pair: EncoderDecoderInputs | None = None
         has_media = prompt.media is not None or prompt.media_uuids is not None
-        if self._model.is_encoder_decoder:
+        if self._is_encoder_decoder:
             kwargs = options.tokenization_kwargs or {}
             pair = self.encoder.read(prompt, self._keep(params, kwargs), kwargs)
         elif prompt.encoder is not None:

@@ -20,6 +20,7 @@ from quire.quant.scheme import Slot, Storage
 class RelativeKind:
     buckets: int = 32
     farthest: int = 128  # distances from here on share the last bucket
+    each: bool = False  # every layer has a table of its own; else all share one
 
 
 class RelativeScores(nn.Module):
@@ -49,3 +50,19 @@ class RelativeScores(nn.Module):
 
     def slots(self) -> Iterator[Slot]:
         yield Slot(f"{self.name}.weight", self.weight.data)
+
+
+class LayerScores(nn.ModuleList):
+    """The tables of all layers, named `name`, or `name`.0 and on where each has its own."""
+
+    def __init__(
+        self, name: str, heads: int, kind: RelativeKind, storage: Storage, *, layers: int, both_ways: bool
+    ) -> None:
+        names = [f"{name}.{i}" for i in range(layers)] if kind.each else [name]
+        super().__init__([RelativeScores(one, heads, kind, storage, both_ways=both_ways) for one in names])
+        self._layers = layers
+
+    def scores(self) -> list[Tensor]:
+        """Of each layer, as RelativeScores gives them."""
+        found = [table() for table in self]
+        return found if len(found) == self._layers else found * self._layers

@@ -21,7 +21,7 @@ from quire.layers.embed import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import NoNorm, Norm
 from quire.layers.packed import Texts, WithinPlan
-from quire.layers.relative import RelativeKind, RelativeScores
+from quire.layers.relative import LayerScores, RelativeKind
 from quire.layers.rope import Rope
 from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
@@ -46,7 +46,7 @@ class EncoderArch:
     core: Arch
     types: int = 0  # rows of a table of token types
     first_norm: bool = True  # False: the first layer reads the embeddings without a norm
-    relative: RelativeKind | None = None  # scores by distance, shared by all layers
+    relative: RelativeKind | None = None  # scores by distance
     inner_bias: bool = False  # the projection of a narrower token table has a bias
     up_first: bool = False  # in a fused matrix the rows of up come before those of the gate
     bins: int = 0  # of the features of audio, which it reads instead of text; 0: it reads text
@@ -84,7 +84,7 @@ class Encoder(nn.Module):
         self._hooks = hooks_of(self.layers.modules())
         self.norm = Norm("model.norm", (width,), core.norm, storage) if core.final_norm else NoNorm()
         self.relative = (
-            RelativeScores("model.relative", core.heads, arch.relative, storage, both_ways=True)
+            LayerScores("model.relative", core.heads, arch.relative, storage, layers=len(core.layers), both_ways=True)
             if arch.relative
             else None
         )
@@ -159,11 +159,11 @@ class Encoder(nn.Module):
     @torch.no_grad()
     def finish_weights(self) -> None:
         """To be called once parameters are filled through the table."""
-        scores = None if self.relative is None else self.relative()
         finish_matrices(self)
-        for module in self.modules():
-            if isinstance(module, Attention) and scores is not None:
-                module.use_scores(scores)
+        if self.relative is not None:
+            for layer, scores in zip(self.layers, self.relative.scores(), strict=True):
+                if isinstance(layer.attn, Attention):
+                    layer.attn.use_scores(scores)
 
 
 def encoder_arch(hf_config: Mapping[str, Any]) -> EncoderArch | None:

@@ -19,7 +19,7 @@ from quire.layers.attention import Attention
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.embed import Head
 from quire.layers.packed import Texts
-from quire.layers.relative import RelativeKind, RelativeScores
+from quire.layers.relative import LayerScores, RelativeKind
 from quire.layers.table import Send, WeightTable, slots_of
 from quire.models.arch import Arch
 from quire.models.decoder import Decoder
@@ -42,7 +42,7 @@ class Seq2SeqArch:
     encoder: EncoderArch
     decoder: Arch
     start: int  # the first token of a decoder
-    relative: RelativeKind | None = None  # scores by distance in the decoder's self-attention, shared by its layers
+    relative: RelativeKind | None = None  # scores by distance in the decoder's self-attention
     names: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
     key_bias: bool = True  # False: of queries, keys and values, keys have no bias
@@ -78,7 +78,14 @@ class Seq2Seq(nn.Module):
         self.encoder = Encoder(arch.encoder, storage, max_model_len=max_model_len)
         self.encoder.embed = self.decoder.embed
         self.relative = (
-            RelativeScores("model.relative", arch.decoder.heads, arch.relative, storage, both_ways=False)
+            LayerScores(
+                "model.relative",
+                arch.decoder.heads,
+                arch.relative,
+                storage,
+                layers=len(arch.decoder.layers),
+                both_ways=False,
+            )
             if arch.relative
             else None
         )
@@ -133,7 +140,7 @@ class Seq2Seq(nn.Module):
     def _slots(self) -> Iterator[Slot]:
         yield from slots_of(self.decoder)
         if self.relative is not None:
-            yield from self.relative.slots()
+            yield from slots_of(self.relative)
         shared = {slot.name for slot in slots_of(self.encoder.embed)}
         for slot in slots_of(self.encoder):
             if slot.name not in shared:
@@ -151,11 +158,10 @@ class Seq2Seq(nn.Module):
         self.encoder.finish_weights()
         self.decoder.finish_weights()
         if self.relative is not None:
-            scores = self.relative()
-            for module in self.decoder.modules():
-                if isinstance(module, Attention):
-                    module.use_scores(scores)
-                    module.fusable = False
+            for layer, scores in zip(self.decoder.layers, self.relative.scores(), strict=True):
+                assert isinstance(layer.attn, Attention)
+                layer.attn.use_scores(scores)
+                layer.attn.fusable = False
 
 
 def _encoder_name(name: str) -> str:

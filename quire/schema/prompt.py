@@ -128,12 +128,12 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
                 f"an encoder-decoder prompt has unknown keys {sorted(map(str, unknown))}; known are {sorted(_PAIR)}",
                 param="prompt",
             )
-        given, begins = source.get("encoder_prompt"), source.get("decoder_prompt")
-        if given is None:
+        first, second = source.get("encoder_prompt"), source.get("decoder_prompt")
+        if first is None:
             raise InputError("a prompt with 'decoder_prompt' needs 'encoder_prompt'", param="encoder_prompt")
-        if any(isinstance(part, dict) and not _PARTS.isdisjoint(part) for part in (given, begins)):
+        if any(isinstance(part, dict) and not _PARTS.isdisjoint(part) for part in (first, second)):
             raise InputError("a part of an encoder-decoder prompt cannot itself have parts", param="encoder_prompt")
-        encoder, decoder = cls.of(given), cls() if begins is None else cls.of(begins)
+        encoder, decoder = cls.of(first), cls() if second is None else cls.of(second)
         if decoder.has_media or decoder.embeds is not None or encoder.embeds is not None:
             raise InputError(
                 "of an encoder-decoder prompt, the encoder's part may have media, and neither may have embeddings",
@@ -187,10 +187,11 @@ def zip_enc_dec_prompts(
 ) -> list[ExplicitEncoderDecoderPrompt[EncoderPrompt, DecoderPrompt]]:
     """A prompt for each pair; options for all of them, or for each."""
     pairs = list(zip(enc_prompts, dec_prompts, strict=True))
-    options: list[dict[str, Any] | None] = [None] * len(pairs)
-    if mm_processor_kwargs is not None:
-        same = isinstance(mm_processor_kwargs, dict)
-        options = [mm_processor_kwargs] * len(pairs) if same else list(mm_processor_kwargs)  # type: ignore[list-item]
+    options: list[dict[str, Any]]
+    if mm_processor_kwargs is None or isinstance(mm_processor_kwargs, dict):
+        options = [mm_processor_kwargs or {}] * len(pairs)
+    else:
+        options = list(mm_processor_kwargs)
     return [
         build_explicit_enc_dec_prompt(encoder, decoder, own)
         for (encoder, decoder), own in zip(pairs, options, strict=True)

@@ -14,12 +14,13 @@ import pytest
 # states, an engine apart.
 UNUSED = {
     "quire.attention.cross", "quire.attention.state", "quire.drafting",
-    "quire.engine.embeds", "quire.engine.torch_tensor", "quire.sched.encoder_cache",
+    "quire.engine.embeds", "quire.engine.encoder_inputs", "quire.engine.torch_tensor", "quire.sched.encoder_cache",
     "quire.layers.vector_places", "quire.loader.media", "quire.models.mrope", "quire.worker.media",
     "quire.engine.pooling", "quire.engine.proc", "quire.engine.process_client", "quire.engine.several",
     "quire.engine.shared_counts", "quire.observe.several", "quire.sched.router",
     "quire.hf_models",
-    "quire.layers.adapters", "quire.layers.packed", "quire.layers.places", "quire.layers.relative",
+    "quire.layers.adapters", "quire.layers.audio_stem", "quire.layers.packed", "quire.layers.places",
+    "quire.layers.relative",
     "quire.llm.beam", "quire.llm.beam_calls", "quire.llm.pooling", "quire.llm.scoring",
     "quire.loader.adapter", "quire.loader.coded_stage", "quire.loader.coded_storage", "quire.loader.dense",
     "quire.loader.dummy", "quire.loader.formats.awq", "quire.loader.formats.compressed",

@@ -172,6 +172,7 @@ SEQ2SEQ = Registry(
     {
         "T5ForConditionalGeneration": "quire.models.zoo.seq2seq:t5",
         "MT5ForConditionalGeneration": "quire.models.zoo.seq2seq:mt5",
+        "UMT5ForConditionalGeneration": "quire.models.zoo.seq2seq:umt5",
         "BartForConditionalGeneration": "quire.models.zoo.seq2seq:bart",
         "MBartForConditionalGeneration": "quire.models.zoo.seq2seq:mbart",
         "PegasusForConditionalGeneration": "quire.models.zoo.seq2seq:pegasus",

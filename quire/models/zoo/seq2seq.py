@@ -32,7 +32,14 @@ _T5 = (
 )
 
 
-def t5(c: View, *, usual: str = "relu", scales: bool = True) -> Seq2SeqArch:
+_EACH = (
+    (r"^decoder\.block\.(\d+)\.layer\.0\.SelfAttention\.relative_attention_bias\.", r"model.relative.\1."),
+    (r"^encoder\.block\.(\d+)\.layer\.0\.SelfAttention\.relative_attention_bias\.", r"encoder.relative.\1."),
+)
+
+
+def t5(c: View, *, usual: str = "relu", scales: bool = True, each: bool = False) -> Seq2SeqArch:
+    """`each`: every layer has its own scores by distance; else all have those of the first."""
     kind = c.get("feed_forward_proj", default=usual)
     act = {"gated-gelu": "gelu_new"}.get(kind, kind.removeprefix("gated-"))
     scaled = scales and c.get("scale_decoder_outputs", "tie_word_embeddings", default=True)
@@ -43,7 +50,7 @@ def t5(c: View, *, usual: str = "relu", scales: bool = True) -> Seq2SeqArch:
         gated=kind.startswith("gated-"),
     )  # fmt: skip
     relative = RelativeKind(
-        c.get("relative_attention_num_buckets", default=32), c.get("relative_attention_max_distance", default=128)
+        c.get("relative_attention_num_buckets", default=32), c.get("relative_attention_max_distance", default=128), each
     )
     decoder = Arch(
         layers=(Layer(),) * c.get("num_decoder_layers", default=count), order="cross_pre", cross=0,
@@ -51,9 +58,14 @@ def t5(c: View, *, usual: str = "relu", scales: bool = True) -> Seq2SeqArch:
     )  # fmt: skip
     return Seq2SeqArch(
         EncoderArch(Arch(layers=(Layer(),) * count, **common), relative=relative), decoder,
-        start=c.get("decoder_start_token_id", "pad_token_id", default=0), relative=relative, names=_T5,
+        start=c.get("decoder_start_token_id", "pad_token_id", default=0), relative=relative,
+        names=(*_EACH, *_T5) if each else _T5,
         ignore=(r"^(encoder|decoder)\.embed_tokens\.", r"EncDecAttention\.relative_attention_bias\."),
     )  # fmt: skip
+
+
+def umt5(c: View) -> Seq2SeqArch:
+    return t5(c, usual="gated-gelu", each=True)
 
 
 def mt5(c: View) -> Seq2SeqArch:

@@ -374,10 +374,11 @@ def test_unbuilt_options_are_refused_before_anything_is_looked_for(tmp_path: Pat
         resolve(tmp_path / "nowhere", decode_context_parallel_size=2)
 
 
-def test_encoder_decoders_are_refused(folder: Path) -> None:
+def test_options_that_encoder_decoders_lack_are_refused(folder: Path) -> None:
     change(folder, is_encoder_decoder=True, architectures=["BartForConditionalGeneration"])
-    with pytest.raises(NotBuiltError, match="encoder-decoder"):
-        resolve(folder)
+    assert resolve(folder).model_config.takes_media
+    with pytest.raises(NotBuiltError, match="encoder-decoder model, for which tensor_parallel_size=2"):
+        resolve(folder, tensor_parallel_size=2)
 
 
 def test_decisions_are_logged(folder: Path) -> None:
