@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -272,3 +273,34 @@ def test_a_chat_model_is_asked_in_words(tmp_path: Path) -> None:
         assert answer.json()["text"] == " ".join(one.outputs[0].text.lstrip() for one in outputs)
         assert error_of(post(running, {"response_format": "srt"}))["param"] == "response_format"
         assert error_of(post(running, {"prompt": "Hi"}))["param"] == "prompt"
+
+
+def test_a_client_that_goes_takes_its_clips_with_it(server: Live) -> None:
+    """All clips of a stream that is left are aborted, and the server hears the next one."""
+    files = {"file": ("a.wav", speech(9, 20.0), "audio/wav")}
+    with httpx.stream("POST", server.url + PATH, data={"language": "en", "stream": "true"}, files=files) as answer:
+        next(answer.iter_lines())
+    for _ in range(600):
+        if not server.engine._streams.request_ids():
+            break
+        time.sleep(0.1)
+    assert not server.engine._streams.request_ids() and server.state.load.count == 0
+    assert post(server, {"language": "en", **MOST}).status_code == 200
+
+
+def test_silence_that_unpacks_to_gigabytes(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a few bytes: samples are counted while they are decoded."""
+    soundfile = pytest.importorskip("soundfile")
+    monkeypatch.setattr("quire.media.audio._MOST_SAMPLES", 1 << 20)
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(1 << 21, np.int16), 192_000, format="FLAC")
+    assert len(out.getvalue()) < 1 << 16
+    error = error_of(post(server, {}, out.getvalue()))
+    assert "the limit is 1048576" in error["message"] and error["param"] == "file"
+
+
+def test_audio_in_work_is_bounded(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files wait for those before them only so far: then 503, with a time to try again."""
+    monkeypatch.setattr("quire.server.openai.speech._QUEUE", -2)
+    answer = post(server, {"language": "en"})
+    assert error_of(answer, 503)["type"] == "ServiceUnavailableError" and answer.headers["retry-after"]
