@@ -14,24 +14,32 @@ from quire.quant.scheme import Slot, Storage
 _TAPS = 3
 
 
+class Convolution(nn.Module):
+    """Over time, then GELU: [channels, frames] -> [width, frames / stride]. `name`: canonical, without leaf."""
+
+    def __init__(self, name: str, channels: int, width: int, storage: Storage, *, stride: int) -> None:
+        super().__init__()
+        self.name, self.stride = name, stride
+        self.weight, self.bias = storage.parameter(width, channels, _TAPS), storage.parameter(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.conv1d(x[None], self.weight, self.bias, stride=self.stride, padding=_TAPS // 2)
+        return nn.functional.gelu(y[0])
+
+    def slots(self) -> Iterator[Slot]:
+        yield Slot(f"{self.name}.weight", self.weight.data)
+        yield Slot(f"{self.name}.bias", self.bias.data)
+
+
 class AudioStem(nn.Module):
     """`prefix`: canonical name of the module around it, with its final dot."""
 
     def __init__(self, prefix: str, bins: int, width: int, storage: Storage) -> None:
         super().__init__()
-        self.prefix, self.bins = prefix, bins
-        self.weight1, self.bias1 = storage.parameter(width, bins, _TAPS), storage.parameter(width)
-        self.weight2, self.bias2 = storage.parameter(width, width, _TAPS), storage.parameter(width)
+        self.bins = bins
+        self.first = Convolution(f"{prefix}conv1", bins, width, storage, stride=1)
+        self.second = Convolution(f"{prefix}conv2", width, width, storage, stride=2)
 
     def forward(self, features: Tensor) -> Tensor:
         """[frames / 2, width]."""
-        gelu, convolve = nn.functional.gelu, nn.functional.conv1d
-        x = gelu(convolve(features[None], self.weight1, self.bias1, padding=1))
-        x = gelu(convolve(x, self.weight2, self.bias2, stride=2, padding=1))
-        return x[0].t().contiguous()
-
-    def slots(self) -> Iterator[Slot]:
-        yield Slot(f"{self.prefix}conv1.weight", self.weight1.data)
-        yield Slot(f"{self.prefix}conv1.bias", self.bias1.data)
-        yield Slot(f"{self.prefix}conv2.weight", self.weight2.data)
-        yield Slot(f"{self.prefix}conv2.bias", self.bias2.data)
+        return self.second(self.first(features)).t().contiguous()

@@ -54,6 +54,7 @@ READS = {  # numbers for an op that does more: only in steps without a veto
 }
 OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes, or decode the numbers of a file
     "layers/attention.py": {"Attention.prep"},
+    "layers/audio_stem.py": {"Convolution.__init__", "Convolution.forward", "Convolution.slots"},
     "layers/kda.py": {"Kda.__init__"},
     "layers/places.py": {"AdapterPlaces.is_weight_of"},  # compares an adapter's copy with the model's own
     "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_joined", "Norm.rule", "RankNorm._normalise"},
