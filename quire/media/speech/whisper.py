@@ -15,10 +15,10 @@ from quire.media.speech.model import (
     TRANSLATE,
     Decoding,
     Detection,
-    TimeSpan,
     SpeechModel,
     SpeechTask,
     SpeechTokenizer,
+    TimeSpan,
     heard,
     named,
 )
