@@ -346,6 +346,9 @@ MAX_IMAGE_PIXELS = Variable(
     "MAX_IMAGE_PIXELS", 1 << 26, _above_zero, "Most pixels of an image or video frame, before and after resizing."
 )
 MAX_AUDIO_SECONDS = Variable("MAX_AUDIO_SECONDS", 3600, _above_zero, "Most seconds of one audio clip.")
+MAX_AUDIO_CLIP_FILESIZE_MB = Variable(
+    "MAX_AUDIO_CLIP_FILESIZE_MB", 25, _above_zero, "Most MiB of an audio file that is sent to be transcribed."
+)
 MAX_VIDEO_FRAMES = Variable(
     "MAX_VIDEO_FRAMES", 36000, _above_zero, "Most frames that a video may have; fewer of them are used."
 )

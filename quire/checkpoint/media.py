@@ -42,9 +42,16 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "WhisperForConditionalGeneration": (AUDIO,),  # read by the model's own encoder
 }
 
+SPEECH_TYPES = frozenset(("whisper", "qwen2_audio"))
+
 
 def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     for name in config.get("architectures") or ():
         if name in MODALITIES:
             return MODALITIES[name]
     return ()
+
+
+def hears_speech(config: Mapping[str, Any]) -> bool:
+    """Whether it is known how to ask the model what is said (media/speech)."""
+    return str(config.get("model_type")) in SPEECH_TYPES

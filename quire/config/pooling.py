@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.base.log import logger
 from quire.checkpoint.facts import text_part
+from quire.checkpoint.media import hears_speech
 from quire.checkpoint.sentence import SentenceFiles, read_sentence_files, token_ids_of
 from quire.config.engine import EngineConfig, replace
 from quire.config.model import ModelConfig, PoolerConfig
@@ -312,7 +313,7 @@ def is_late_interaction(model: ModelConfig) -> bool:
 def tasks_of(model: ModelConfig) -> tuple[str, ...]:
     """What a model can do for a request."""
     if not model.is_pooling:
-        return ("generate",)
+        return ("generate", "transcription") if hears_speech(model.hf_config) else ("generate",)
     if is_late_interaction(model):
         return TASKS["late"]
     if term_pooling(model):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _RATES = (1000, 768_000)
 _MOST_CHANNELS = 64
+_MOST_SAMPLES = 1 << 28  # of one channel: an hour and a half at 48 kHz, 1 GiB
 _BLOCK = 1 << 16
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _HALF = 10  # zero crossings of the resampling filter on either side
@@ -91,6 +92,10 @@ def _check_rate(rate: int) -> None:
 def _check_length(num_samples: int, rate: int) -> None:
     if num_samples > (limit := env.MAX_AUDIO_SECONDS.get()) * rate:
         raise InputError(f"the audio lasts {num_samples / rate:.0f} s; the limit is {limit} s", param="audio")
+    if num_samples > _MOST_SAMPLES:
+        raise InputError(
+            f"the audio has {num_samples} samples at {rate} Hz; the limit is {_MOST_SAMPLES}", param="audio"
+        )
 
 
 # ---- wav ------------------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ class ProcessorFiles:
 
     @classmethod
     def read(cls, folder: str, config: Mapping[str, Any]) -> ProcessorFiles:
-        processor = _read_json(folder, "processor_config.json")
-        older = _read_json(folder, "preprocessor_config.json")
-        video = _read_json(folder, "video_preprocessor_config.json")
+        processor = read_json(folder, "processor_config.json")
+        older = read_json(folder, "preprocessor_config.json")
+        video = read_json(folder, "video_preprocessor_config.json")
         parts: dict[str, Mapping[str, Any]] = {}
         for modality, name in _PARTS.items():
             nested = processor.get(name)
@@ -59,7 +59,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _read_json(folder: str, name: str) -> dict[str, Any]:
+def read_json(folder: str, name: str) -> dict[str, Any]:
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return {}

@@ -6,6 +6,7 @@ In: a ServerState. Out: an ASGI app. The routes that generate come first, becaus
 from __future__ import annotations
 
 from quire import __version__
+from quire.checkpoint.media import hears_speech
 from quire.server import adapters, admin, errors, generate, metrics_route, middleware, missing, render, tokens
 from quire.server.anthropic import messages
 from quire.server.console import pages, stats
@@ -35,9 +36,11 @@ def build_app(state: ServerState) -> App:
     app.root_path = state.options.root_path or ""
     app.state.quire = state
     pools = state.config.model_config.is_pooling
+    uploads: dict[str, middleware.BodyLimit] = {}
     if not state.config.renders_only:
         if not pools:
             _add_generating(app, state)
+            uploads = _add_speech(app, state)
         routes.add_routes(app)
     render.add_routes(app)
     app.include_router(models.router)
@@ -50,7 +53,7 @@ def build_app(state: ServerState) -> App:
     pages.install(app, state.options)
     missing.install(app, renders_only=state.config.renders_only, pools=pools)
     errors.install(app, log_stack=state.options.log_error_stack, full=state.options.queue_full_status)
-    middleware.install(app, state, open_paths=pages.open_paths(state.options))
+    middleware.install(app, state, open_paths=pages.open_paths(state.options), uploads=uploads)
     metrics_route.install(app, state)
     messages.install(app)
     return app
@@ -70,3 +73,14 @@ def _add_generating(app: App, state: ServerState) -> None:
     messages.add_routes(app)
     responses.add_routes(app, state)
     generate.add_routes(app)
+
+
+def _add_speech(app: App, state: ServerState) -> dict[str, middleware.BodyLimit]:
+    """Where the model hears speech. Out: limits of what may be sent there."""
+    if not hears_speech(state.config.model_config.hf_config):
+        missing.refuse_speech(app)
+        return {}
+    from quire.server.openai import speech  # lazy
+
+    speech.add_routes(app, state)
+    return speech.upload_limits()

@@ -15,9 +15,9 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -51,14 +51,18 @@ _LOAD_FORM, _LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 _LOAD_NAMES = {"vllm:kv_cache_usage_perc": "kv_cache_usage_perc", "vllm:num_requests_waiting": "num_requests_waiting"}
 
 
-def install(app: FastAPI, state: ServerState, *, open_paths: frozenset[str] = frozenset()) -> None:
-    """`open_paths` ask for no key, beside those that never do."""
+def install(
+    app: FastAPI, state: ServerState, *, open_paths: frozenset[str] = frozenset(),
+    uploads: Mapping[str, BodyLimit] | None = None,
+) -> None:  # fmt: skip
+    """`open_paths` ask for no key, beside those that never do. `uploads`: paths whose bodies have limits of their
+    own."""
     options = state.options
     outermost_first = [
         Middleware(RequestIds, answer=options.enable_request_id_headers),
         *_cors(options),
         *([Middleware(ApiKeyAuth, options=options, open_paths=open_paths)] if options.keys else []),
-        Middleware(BodySize, limit=options.max_request_bytes),
+        Middleware(BodySize, limit=BodyLimit(options.max_request_bytes, "max_request_bytes"), uploads=uploads or {}),
         *map(_users_own, options.middleware),
     ]
     for one in reversed(outermost_first):
@@ -152,27 +156,34 @@ class ApiKeyAuth:
         return [number for number, is_it in enumerate(same) if is_it]
 
 
+class BodyLimit(NamedTuple):
+    bytes: int
+    name: str  # of the option that says so
+
+
 class BodySize:
     """Refuses a body over the limit with 413: by its declared length before a byte of it is read, or while it comes."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: BodyLimit, uploads: Mapping[str, BodyLimit]) -> None:
+        """`uploads`: paths with another limit."""
         self.app = app
-        self.limit = limit
+        self.limit, self.uploads = limit, uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        limit = self.uploads.get(route_path(scope), self.limit) if self.uploads else self.limit
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), None)
-        if declared is not None and declared.isdigit() and int(declared) > self.limit:
-            await self._refuse(receive, send, f"the body has {declared.decode()[:20]} bytes")
+        if declared is not None and declared.isdigit() and int(declared) > limit.bytes:
+            await self._refuse(receive, send, limit, f"the body has {declared.decode()[:20]} bytes")
             return
         if declared is not None:  # the parser lets no more in than was declared
             await self.app(scope, receive, send)
             return
-        await self._count(scope, receive, send)
+        await self._count(limit, scope, receive, send)
 
-    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _count(self, limit: BodyLimit, scope: Scope, receive: Receive, send: Send) -> None:
         seen = 0
         began = over = False
 
@@ -180,9 +191,9 @@ class BodySize:
             nonlocal seen, over
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self.limit:
+            if seen > limit.bytes:
                 over = True
-                raise TooLargeError(self._words("the body has more bytes"))
+                raise TooLargeError(_too_large("the body has more bytes", limit))
             return message
 
         async def watched(message: Message) -> None:
@@ -198,11 +209,11 @@ class BodySize:
             if began:
                 raise
         if over and not began:
-            await self._refuse(receive, send, "the body has more bytes")
+            await self._refuse(receive, send, limit, "the body has more bytes")
 
-    async def _refuse(self, receive: Receive, send: Send, words: str) -> None:
+    async def _refuse(self, receive: Receive, send: Send, limit: BodyLimit, words: str) -> None:
         """The answer goes out at once; then some of the body is read, so that closing does not cut the answer off."""
-        refused = refusal_of(TooLargeError(self._words(words)))
+        refused = refusal_of(TooLargeError(_too_large(words, limit)))
         body = refused.body
         headers = [
             (b"content-type", b"application/json"),
@@ -220,8 +231,9 @@ class BodySize:
                     more = message["type"] == "http.request" and message.get("more_body", False)
         await send({"type": "http.response.body", "body": b""})
 
-    def _words(self, words: str) -> str:
-        return f"{words}; at most {self.limit} are read (max_request_bytes)"
+
+def _too_large(words: str, limit: BodyLimit) -> str:
+    return f"{words}; at most {limit.bytes} are read ({limit.name})"
 
 
 class QuietPaths(logging.Filter):

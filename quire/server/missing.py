@@ -14,11 +14,9 @@ from quire.server.errors import refusal
 from quire.server.pooling.routes import PATHS
 from quire.server.route import App
 
-_SPEECH = "speech models"
 _ELASTIC = "elastic expert parallelism"
 MISSING = {
-    "/v1/audio/transcriptions": _SPEECH, "/v1/audio/translations": _SPEECH, "/v1/audio/speech": _SPEECH,
-    "/v1/realtime": _SPEECH,
+    "/v1/audio/speech": "models that speak", "/v1/realtime": "realtime sessions",
     "/scale_elastic_ep": _ELASTIC, "/is_scaling_elastic_ep": _ELASTIC,
     "/v1/systemone": "structured decisions",
     "/v1/images/generations": "image models", "/v1/images/edits": "image models",
@@ -34,14 +32,28 @@ GENERATING = (
     "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/generative_scoring",
     "/inference/v1/generate", "/invocations",
 )  # fmt: skip
+SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
 
 def install(app: App, *, renders_only: bool, pools: bool) -> None:
     """`pools`: the model is a pooling model, so what generates is refused."""
-    for path in (*MISSING, *SWITCHED_OFF, *((*GENERATING, *PATHS) if renders_only else ())):
+    for path in (*MISSING, *SWITCHED_OFF, *((*GENERATING, *SPEECH, *PATHS) if renders_only else ())):
         app.router.routes.append(Route(path, _refuse, methods=["GET", "POST"], include_in_schema=False))
-    for path in GENERATING if pools and not renders_only else ():
+    for path in (*GENERATING, *SPEECH) if pools and not renders_only else ():
         app.router.routes.append(Route(path, _refuse_generating, methods=["POST"], include_in_schema=False))
+
+
+def refuse_speech(app: App) -> None:
+    """The model generates text, and hears nothing."""
+    for path in SPEECH:
+        app.router.routes.append(Route(path, _refuse_hearing, methods=["POST"], include_in_schema=False))
+
+
+async def _refuse_hearing(request: Request) -> Response:
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    return refusal(
+        400, f"{path}: this model does not support transcriptions: it takes no speech", param="model"
+    ).response()
 
 
 async def _refuse_generating(request: Request) -> Response:

@@ -38,7 +38,6 @@ Value = TypeVar("Value")
 _SMALL = 1 << 15  # bytes; what is in a larger body is read in a lane, and so is what is done with it
 _LONGEST_ID = 256
 _LONGEST_RANK = 6  # digits
-_JSON = (b"content-type", b"application/json")
 _SCHEMA = "#/components/schemas/{model}"
 WireType = type[BaseModel] | type[msgspec.Struct]
 
@@ -58,7 +57,8 @@ class HttpCall:
         self._listening: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
-    async def read(self) -> bytes | bytearray:
+    async def read(self, weigh: Callable[[bytearray], int] = memory_bytes) -> bytes | bytearray:
+        """`weigh`: bytes of memory that reading the body takes."""
         message = await self._receive()
         body: bytes = message.get("body", b"")
         self.size = len(body)
@@ -70,7 +70,7 @@ class HttpCall:
             message = await self._receive()
             whole += message.get("body", b"")
             self.size = len(whole)
-        weight = await self.apart(memory_bytes, whole)
+        weight = await self.apart(weigh, whole)
         self._hold(min(weight, self.state.bodies.most) - self._budget)  # alone, any body fits
         return whole
 
@@ -186,16 +186,17 @@ class HttpCall:
         if self._deadline is not None:
             self._deadline.cancel()
 
-    async def reply(self, body: bytes) -> None:
-        """A whole answer, as JSON."""
+    async def reply(self, body: bytes, content_type: bytes = b"application/json") -> None:
+        """A whole answer."""
         self.started = True
-        headers = [_JSON, (b"content-length", b"%d" % len(body))]
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
 
 Handler = Callable[[HttpCall, Any], Awaitable[None]]
 Reader = Callable[[bytes | bytearray, JsonLimits], Any]
+CallReader = Callable[[HttpCall], Awaitable[Any]]  # reads the body of a call, and what it means
 
 
 class App(FastAPI):
@@ -344,11 +345,52 @@ def add_route(
     union), `streams` that of a chunk (or several), where it can stream; `errors` what else it may answer. A body has a
     field `model`: the handler finds what it names in `call.model`, and asks nothing else for an engine."""
     reader = read or functools.partial(read_body, body)
+    _add(app, path, handler, functools.partial(_read_json, reader), answer=answer, streams=streams, tag=tag,
+         errors=errors, ends_with_done=ends_with_done, body=body)  # fmt: skip
 
-    async def endpoint(body: Any) -> None:
+
+def add_form_route(
+    app: App,
+    path: str,
+    handler: Handler,
+    form: type[BaseModel],
+    *,
+    answer: Any,
+    streams: WireType | tuple[WireType, ...] = (),
+    tag: str,
+    lists: frozenset[str] = frozenset(),
+    errors: Mapping[int | str, dict[str, Any]] = ERROR_RESPONSES,
+) -> None:
+    """POST `path` with a body of multipart/form-data, as `add_route`. `lists`: fields that may come several times."""
+    content = {"multipart/form-data": {"schema": app.schema_of(form)}}
+    _add(app, path, handler, functools.partial(_read_form, form, lists), answer=answer, streams=streams, tag=tag,
+         errors=errors, extra={"requestBody": {"content": content, "required": True}})  # fmt: skip
+
+
+def _add(
+    app: App,
+    path: str,
+    handler: Handler,
+    read: CallReader,
+    *,
+    answer: Any,
+    streams: WireType | tuple[WireType, ...],
+    tag: str,
+    errors: Mapping[int | str, dict[str, Any]],
+    ends_with_done: bool = True,
+    body: Any = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    async def with_body(body: Any) -> None:
         """Documented by FastAPI, never called."""
 
-    endpoint.__annotations__ = {"body": body}
+    async def without_body() -> None:
+        """The same, for a body that FastAPI cannot describe."""
+
+    endpoint: Callable[..., Awaitable[None]] = without_body
+    if body is not None:
+        endpoint = with_body
+        endpoint.__annotations__ = {"body": body}
     endpoint.__name__ = handler.__name__
     endpoint.__doc__ = handler.__doc__
     response: dict[str, Any] = {"model": answer, "description": "The answer."}
@@ -371,25 +413,34 @@ def add_route(
         operation_id=handler.__name__,
         response_model=None,
         responses=app.documented({200: response, **errors}),
+        openapi_extra=extra,
     )
-    route.app = functools.partial(_run, app, handler, reader)
+    route.app = functools.partial(_run, app, handler, read)
     app.router.routes.append(route)
     app.direct[path] = route
 
 
-async def _read(call: HttpCall, reader: Reader) -> Any:
+async def _read_json(reader: Reader, call: HttpCall) -> Any:
     """The body, whose bytes are gone when this is done."""
     raw = await call.read()
     call.check_type()
     return await call.apart(reader, raw, call.state.json_limits)
 
 
-async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive: Receive, send: Send) -> None:
+async def _read_form(form: type[BaseModel], lists: frozenset[str], call: HttpCall) -> Any:
+    from quire.server.forms import boundary_of, read_form  # lazy
+
+    boundary = boundary_of(call.header(b"content-type") or "")
+    raw = await call.read(len)
+    return await call.apart(read_form, form, lists, raw, boundary)
+
+
+async def _run(app: App, handler: Handler, read: CallReader, scope: Scope, receive: Receive, send: Send) -> None:
     state: ServerState = app.state.quire
     call = HttpCall(state, scope, receive, send)
     state.load.count += 1
     try:
-        request = await _read(call, reader)
+        request = await read(call)
         call.model = state.served.get(request.model) or await state.adapters.find(request.model)
         await handler(call, request)
     except ClientGoneError:
