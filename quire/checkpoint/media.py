@@ -19,6 +19,20 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "Qwen2_5_VLForConditionalGeneration": (IMAGE, VIDEO),
     "Qwen3VLForConditionalGeneration": (IMAGE, VIDEO),
     "Qwen3VLMoeForConditionalGeneration": (IMAGE, VIDEO),
+    "Glm4vForConditionalGeneration": (IMAGE, VIDEO),
+    "Glm4vMoeForConditionalGeneration": (IMAGE, VIDEO),
+    "Glm46VForConditionalGeneration": (IMAGE, VIDEO),
+    "GlmOcrForConditionalGeneration": (IMAGE,),
+    "Qwen3_5ForConditionalGeneration": (IMAGE, VIDEO),
+    "Qwen3_5MoeForConditionalGeneration": (IMAGE, VIDEO),
+    "Exaone4_5_ForConditionalGeneration": (IMAGE,),
+    "PaddleOCRVLForConditionalGeneration": (IMAGE,),
+    "VideoLlama3ForConditionalGeneration": (IMAGE,),
+    "Kimi_K25ForConditionalGeneration": (IMAGE,),
+    "QianfanOCRForConditionalGeneration": (IMAGE,),
+    "Idefics2ForConditionalGeneration": (IMAGE,),
+    "JanusForConditionalGeneration": (IMAGE,),
+    "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
     "Idefics3ForConditionalGeneration": (IMAGE,),
     "SmolVLMForConditionalGeneration": (IMAGE,),
     "InternVLForConditionalGeneration": (IMAGE,),
@@ -34,12 +48,18 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "Llama4ForConditionalGeneration": (IMAGE,),
     "FuyuForCausalLM": (IMAGE,),
     "LightOnOcrForConditionalGeneration": (IMAGE,),
-    # attends in both directions within an image, which decoders here cannot: text only
-    "Gemma3ForConditionalGeneration": (),
+    "Gemma3ForConditionalGeneration": (IMAGE,),
+    "PaliGemmaForConditionalGeneration": (IMAGE,),
     "VoxtralForConditionalGeneration": (AUDIO,),
     "AudioFlamingo3ForConditionalGeneration": (AUDIO,),
     "Qwen2AudioForConditionalGeneration": (AUDIO,),
+    "GraniteSpeechForConditionalGeneration": (AUDIO,),
+    "GlmAsrForConditionalGeneration": (AUDIO,),
+    "Qwen3ASRForConditionalGeneration": (AUDIO,),
 }
+# what attends to itself in both directions: the vectors of an item that follow each other, or the whole prompt
+ITEM, PROMPT = "item", "prompt"
+_BOTH_WAYS = {"Gemma3ForConditionalGeneration": ITEM, "PaliGemmaForConditionalGeneration": PROMPT}
 
 
 def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -47,3 +67,8 @@ def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
         if name in MODALITIES:
             return MODALITIES[name]
     return ()
+
+
+def both_ways_of(config: Mapping[str, Any]) -> str:
+    """ITEM, PROMPT or nothing: attention is causal."""
+    return next((_BOTH_WAYS[name] for name in config.get("architectures") or () if name in _BOTH_WAYS), "")

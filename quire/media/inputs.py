@@ -254,8 +254,7 @@ def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mas
     arrays = {
         name: array if isinstance(array, ArrayData) else array_data(array) for name, array in loaded.item.arrays.items()
     }
-    kind = "embeds" if loaded.is_embeds else modality
-    return MediaItem(modality=kind, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
+    return MediaItem(modality=modality, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
 
 
 def array_data(array: Any) -> ArrayData:

@@ -44,6 +44,11 @@ CASES = {
         {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}, "image_mean": [0.5] * 3,
          "image_std": [0.5] * 3}, {}, {},
     ),
+    "glm 4.1v": (
+        "Glm4vProcessor", "glm4v", "Glm4vImageProcessorPil",
+        {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 100}}, {}, {},
+    ),
+    "glm 4.6v": ("Glm46VProcessor", "glm46v", "Glm46VImageProcessorPil", {}, {}, {}),
     "gemma 3": ("Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil", {"size": {"height": 56, "width": 56}}, {}, {}),
     "gemma 3, crops": (
         "Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil",

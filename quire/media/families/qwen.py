@@ -15,7 +15,7 @@ from quire.media.video import Video
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_STEPS = {
+STEPS = {
     "do_resize": True,
     "resample": BICUBIC,
     "do_rescale": True,
@@ -30,14 +30,14 @@ _STEPS = {
 }
 _PIXELS = ("min_pixels", "max_pixels")
 _FRAMES = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
-_FPS = 24.0  # of a video that does not say
+FPS = 24.0  # of a video that does not say
 
 
 class Qwen2VL(Family):
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     image_edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     video_edges = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
-    steps = _STEPS
+    steps = STEPS
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -117,15 +117,13 @@ class Qwen3VL(Qwen2VL):
 
     image_edges = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
     video_edges = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
-    steps = {**_STEPS, "patch_size": 16, "image_mean": HALF, "image_std": HALF}
+    steps = {**STEPS, "patch_size": 16, "image_mean": HALF, "image_std": HALF}
 
     def _size(self, size: Size, settings: Settings, frames: int) -> Size:
         if frames == 1:
             return super()._size(size, settings, frames)
         factor = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64)
-        if min(size) < factor:
-            scale = max(factor / size[0], factor / size[1])
-            size = int(size[0] * scale), int(size[1] * scale)
+        size = pixels.at_least(size, factor)
         fewest, most = self._limits(settings)
         depth = settings.whole("temporal_patch_size")
         return pixels.rounded_size(size, factor, fewest, most, frames=frames, group=depth)
@@ -133,7 +131,7 @@ class Qwen3VL(Qwen2VL):
     def _video_text(self, video: Video, num: int, each: int, depth: int) -> str:
         indices = list(video.indices)
         indices += indices[-1:] * (-len(indices) % depth)
-        times = [index / (video.fps or _FPS) for index in indices]
+        times = [index / (video.fps or FPS) for index in indices]
         text = ""
         for place in range(num):
             time = (times[place * depth] + times[place * depth + depth - 1]) / 2
