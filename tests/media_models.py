@@ -237,7 +237,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForConditionalGeneration": Family(
         both(tf.Gemma3Config, siglip, lambda: tf.Gemma3TextConfig(
-            **TEXT, head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2),
+            **TEXT, head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
             image_token_id=IMAGE, mm_tokens_per_image=4), square, types="image",
     ),
     "PaliGemmaForConditionalGeneration": Family(
@@ -377,8 +377,7 @@ FAMILIES: dict[str, Family] = {
     "VideoLlama3ForConditionalGeneration": Family(
         lambda: tf.VideoLlama3Config(
             vision_config=dict(**VISION, patch_size=4), text_config=qwen2(), image_token_id=IMAGE, video_token_id=291),
-        lambda generator: patches("pixel_values", "image_grid_thw")(generator) | {
-            "image_merge_sizes": torch.tensor([2])},
+        lambda generator: frames_of(48)(generator) | {"image_merge_sizes": torch.tensor([2])},
     ),
     "Kimi_K25ForConditionalGeneration": Family(
         lambda: tf.Kimi_K25Config(
@@ -437,11 +436,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ASRForConditionalGeneration": Family(
         lambda: tf.Qwen3ASRConfig(
             audio_config=dict(model_type="qwen3_asr_encoder", d_model=32, encoder_ffn_dim=48, encoder_layers=2,
-                              encoder_attention_heads=4, num_mel_bins=16, n_window=10, n_window_infer=40, output_dim=64,
+                              encoder_attention_heads=4, num_mel_bins=16, n_window_infer=100, output_dim=64,
                               downsample_hidden_size=8), text_config=tf.Qwen3Config(**TEXT, head_dim=16),
             audio_token_id=IMAGE, tie_word_embeddings=False),
-        lambda generator: {"input_features": rand(generator, 1, 16, 60),
-                           "input_features_mask": (torch.arange(60) < 50)[None].int()}, modality="audio",
+        lambda generator: {"input_features": rand(generator, 1, 16, 200),
+                           "input_features_mask": (torch.arange(200) < 150)[None].int()}, modality="audio",
     ),
 }  # fmt: skip
 

@@ -54,7 +54,8 @@ TEXT_TYPES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "exaone4_5_text": "Exaone4ForCausalLM",
-    "paddleocr_vl_text": "Ernie4_5ForCausalLM",
+    "paddleocr_vl_text": "LlamaForCausalLM",
+    "paddleocr_vl": "LlamaForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 # what these language models do whatever their configuration says of it
@@ -67,12 +68,15 @@ _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 # what checkpoints put before the names of the language model's weights
 NAMES = (
     (r"^(?:model\.)?language_model\.(?:model\.)*lm_head\.", "lm_head."),
+    # as transformers writes Kimi-K2.5 and Qianfan-OCR, though it reads layers too
+    (r"^(?:model\.)?language_model\.(?:model\.)*(?:blocks|encoder\.layers)\.", "model.layers."),
     (r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)*", "model."),
 )
 # of the tower, and of what stands between it and the language model
 TOWER = (
     r"^(?:model\.)?(?:vision_tower|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
-    r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower)(?:\.|$)"
+    r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower|encoder|projector|mm_projector|"
+    r"mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+)(?:\.|$)"
 )
 
 
