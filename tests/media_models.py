@@ -482,7 +482,8 @@ def vectors_of(model: Any, modality: str, arrays: Arrays) -> int:
     method = getattr(model.model if hasattr(model, "model") else model, METHODS[modality])
     known = inspect.signature(method).parameters
     if "pixel_values_videos" in arrays and "pixel_values_videos" not in known:  # transformers before 5.22
-        arrays = {"pixel_values": arrays["pixel_values_videos"]}
+        ends = "Onevision" in type(model).__name__  # a vector that the forward pass adds
+        return ends + vectors_of(model, modality, {"pixel_values": arrays["pixel_values_videos"]})
     if "vision_feature_select_strategy" in known and "Llama4" in type(model).__name__:
         method = partial(method, vision_feature_select_strategy="default")
     with torch.inference_mode():

@@ -94,6 +94,16 @@ def _llama4(model: Any, pixel_values: Tensor) -> Tensor:
     return vectors
 
 
+def _onevision_video(model: Any, pixel_values_videos: Tensor) -> Tensor:
+    """Before transformers 5.22 the forward pass adds the vector that ends a video, and the pixels have another name."""
+    features = model.get_video_features
+    if "pixel_values_videos" in inspect.signature(features).parameters:
+        return _vectors(features(pixel_values_videos=pixel_values_videos))
+    vectors = features(pixel_values=pixel_values_videos).pooler_output
+    end = model.image_newline.expand(len(vectors), 1, -1)
+    return _vectors(torch.cat((vectors, end), 1))
+
+
 def _granite_speech(model: Any, input_features: Tensor, input_features_mask: Tensor) -> Tensor:
     """Padding is masked in the forward pass."""
     vectors: Tensor = model.get_audio_features(input_features=input_features).pooler_output
@@ -104,6 +114,7 @@ def _granite_speech(model: Any, input_features: Tensor, input_features_mask: Ten
 _ADDED: dict[str, dict[str, Callable[..., Tensor]]] = {
     "Qwen2AudioModel": {"get_audio_features": _qwen2_audio},
     "Llama4ForConditionalGeneration": {"get_image_features": _llama4},
+    "LlavaOnevisionModel": {"get_video_features": _onevision_video},
     "GraniteSpeechModel": {"get_audio_features": _granite_speech},
 }
 
