@@ -75,13 +75,34 @@ def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: Text
     return out
 
 
-def find_places(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> list[Place]:
-    """The range of an item goes from its first position with a vector to its last. In the order of the prompt."""
+def order_of(family: Family, prompt: str | Sequence[int], items: Items, tokenizer: TextEncoder) -> list[str]:
+    """Modalities of the items of a prompt that is not expanded yet, in their order; what it does not tell comes last."""
+    if not items:
+        return []
+    if isinstance(prompt, str):
+        names = {family.placeholders[modality]: modality for modality in items}
+        found = [names[match[0]] for match in re.finditer("|".join(map(re.escape, names)), prompt)]
+    else:
+        ids = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
+        found = [ids[one] for one in prompt if one in ids]
+    counts = {modality: len(several) for modality, several in items.items()}
+    if any(found.count(modality) != count for modality, count in counts.items()):
+        return [modality for modality, count in counts.items() for _ in range(count)]
+    return found
+
+
+def find_places(
+    family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder, order: Sequence[str] = ()
+) -> list[Place]:
+    """The range of an item goes from its first position with a vector to its last. In the order of the prompt, which
+    `order` tells where modalities share a token."""
     places: list[Place] = []
     by_token: dict[int, list[tuple[str, int, int]]] = {}
-    for modality, several in items.items():
-        token = token_id(tokenizer, family.feature(modality))
-        by_token.setdefault(token, []).extend((modality, index, item.num_vectors) for index, item in enumerate(several))
+    tokens = {modality: token_id(tokenizer, family.feature(modality)) for modality in items}
+    numbers = {modality: iter(enumerate(several)) for modality, several in items.items()}
+    for modality in order or [modality for modality, several in items.items() for _ in several]:
+        index, item = next(numbers[modality])
+        by_token.setdefault(tokens[modality], []).append((modality, index, item.num_vectors))
     for token, expected in by_token.items():
         positions = [place for place, one in enumerate(ids) if one == token]
         if len(positions) != sum(num for _, _, num in expected):

@@ -18,7 +18,7 @@ import msgspec
 
 from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
-from quire.media.expand import TextEncoder, expand_ids, expand_text, find_places
+from quire.media.expand import TextEncoder, expand_ids, expand_text, find_places, order_of
 from quire.media.families import family_name, make_family
 from quire.media.families.base import Family, ProcessedItem
 from quire.media.settings import ProcessorFiles
@@ -225,12 +225,13 @@ class MediaInputs:
         add_special_tokens: bool = True,
     ) -> Placed:
         items = {modality: [one.item for one in several] for modality, several in media.items.items()}
+        order = order_of(self.family, (text or "") if token_ids is None else token_ids, items, tokenizer)
         if token_ids is None:
             text = expand_text(self.family, text or "", items)
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             ids = expand_ids(self.family, token_ids, items, tokenizer)
-        places = find_places(self.family, ids, items, tokenizer)
+        places = find_places(self.family, ids, items, tokenizer, order)
         placed = tuple(
             _media_item(
                 media.items[place.modality][place.number],
