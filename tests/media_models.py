@@ -119,7 +119,8 @@ GLM_ROPE = MROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
 def glm4v(cls: Any, **more: Any) -> Callable[[], Any]:
     text = TEXT | {"rope_parameters": GLM_ROPE} | more
     return lambda: cls(
-        vision_config=GLM_VISION, text_config=text, image_token_id=IMAGE, video_token_id=IMAGE, tie_word_embeddings=False,
+        vision_config=GLM_VISION, text_config=text, image_token_id=IMAGE, video_token_id=IMAGE,
+        tie_word_embeddings=False,
     )  # fmt: skip
 
 
@@ -227,7 +228,9 @@ FAMILIES: dict[str, Family] = {
         qwen3_vl(tf.Qwen3VLConfig, image=291), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
         types="mm", between=(292, 17, 290),
     ),
-    "Glm4vForConditionalGeneration": Family(glm4v(tf.Glm4vConfig), patches("pixel_values", "image_grid_thw"), types="mm"),
+    "Glm4vForConditionalGeneration": Family(
+        glm4v(tf.Glm4vConfig), patches("pixel_values", "image_grid_thw"), types="mm"
+    ),
     "Glm4vForConditionalGeneration video": Family(
         glm4v(tf.Glm4vConfig), patches("pixel_values_videos", "video_grid_thw", 3), modality="video", types="mm",
         between=(292, 17, 290),
@@ -237,7 +240,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForConditionalGeneration": Family(
         both(tf.Gemma3Config, siglip, lambda: tf.Gemma3TextConfig(
-            **TEXT, head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+            **TEXT, head_dim=16, sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
             image_token_id=IMAGE, mm_tokens_per_image=4), square, types="image",
     ),
     "PaliGemmaForConditionalGeneration": Family(

@@ -1,10 +1,10 @@
 """Attention in both directions within ranges of a row, over any backend that attends causally.
 
-In: one step whose GroupStep names such ranges (the vectors of an image, a prompt). The backend's own plan writes keys and
-values and attends as always; then the queries of each range are computed once more, over what came before and the whole
-range, and take the place of what was there. A window hides what lies further back, also within a range, as
-transformers' masks do. Plain torch on any device: such steps are prompts. Steps without ranges are the backend's own. Must
-not know: models, requests, what a range is.
+In: one step whose GroupStep names such ranges (the vectors of an image, a prompt). The backend's own plan writes keys
+and values and attends as always; then the queries of each range are computed once more, over what came before and the
+whole range, and take the place of what was there. A window hides what lies further back, also within a range, as
+transformers' masks do. Plain torch on any device: such steps are prompts. Steps without ranges are the backend's own.
+Must not know: models, requests, what a range is.
 """
 
 from __future__ import annotations

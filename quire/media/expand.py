@@ -76,7 +76,8 @@ def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: Text
 
 
 def order_of(family: Family, prompt: str | Sequence[int], items: Items, tokenizer: TextEncoder) -> list[str]:
-    """Modalities of the items of a prompt that is not expanded yet, in their order; what it does not tell comes last."""
+    """Modalities of the items of a prompt that is not expanded yet, in their order; of one that
+    is expanded: one modality after the other."""
     if not items:
         return []
     if isinstance(prompt, str):

@@ -1,9 +1,9 @@
 """What some requests bring beside their tokens: vectors in place of embeddings, positions of several channels, and
 ranges of positions that attend to each other in both directions.
 
-Owns all of it by request, for as long as it has a row. In: which of its positions take vectors, and the key of those, whose
-vectors (of encoded media or given embeddings, on the device that computes) somebody else keeps; channels of positions
-(M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings any, nothing is looked up. Must
+Owns all of it by request, for as long as it has a row. In: which of its positions take vectors, and the key of those,
+whose vectors (of encoded media or given embeddings, on the device that computes) somebody else keeps; channels of
+positions (M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings any, nothing is looked up. Must
 not know: who made them, models.
 """
 

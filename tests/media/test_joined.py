@@ -97,8 +97,8 @@ def paligemma(vocab: Tokenizer) -> Any:
 def glm4v(vocab: Tokenizer) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
     return tf.Glm4vConfig(
-        vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=14,
-                           image_size=56), text_config=text(vocab, rope_parameters=rope), tie_word_embeddings=False,
+        vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4,
+                           patch_size=14, image_size=56), text_config=text(vocab, rope_parameters=rope), tie_word_embeddings=False,
         image_token_id=vocab.token_to_id("<|image|>"), video_token_id=vocab.token_to_id("<|video|>"),
     )  # fmt: skip
 
@@ -106,8 +106,8 @@ def glm4v(vocab: Tokenizer) -> Any:
 def qwen3_vl(vocab: Tokenizer) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     return tf.Qwen3VLConfig(
-        vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=14,
-                           num_position_embeddings=16, deepstack_visual_indexes=[0]),
+        vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4,
+                           patch_size=14, num_position_embeddings=16, deepstack_visual_indexes=[0]),
         text_config=text(vocab, rope_parameters=rope, head_dim=16), image_token_id=vocab.token_to_id("<|image_pad|>"),
         video_token_id=vocab.token_to_id("<|video_pad|>"), vision_start_token_id=vocab.token_to_id("<|vision_start|>"),
         vision_end_token_id=vocab.token_to_id("<|vision_end|>"), tie_word_embeddings=False,
@@ -245,8 +245,10 @@ def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
     known["mm_token_type_ids"] = is_media.long() * torch.where(order <= num, 2, 1)
     with torch.no_grad():
         embeds = model.get_input_embeddings()(ids)
-        parts = [model.model.get_video_features(known["pixel_values_videos"], known["video_grid_thw"]).pooler_output,
-                 model.model.get_image_features(known["pixel_values"], known["image_grid_thw"]).pooler_output]  # fmt: skip
+        parts = (
+            model.model.get_video_features(known["pixel_values_videos"], known["video_grid_thw"]).pooler_output,
+            model.model.get_image_features(known["pixel_values"], known["image_grid_thw"]).pooler_output,
+        )
         embeds[is_media] = torch.cat([one for part in parts for one in part])
         positions, _ = model.model.get_rope_index(
             ids, known["mm_token_type_ids"], known["image_grid_thw"], known["video_grid_thw"]
