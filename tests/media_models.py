@@ -248,6 +248,11 @@ FAMILIES: dict[str, Family] = {
         both(tf.PaliGemmaConfig, lambda: siglip(projection_dim=64), lambda: tf.GemmaConfig(**TEXT, head_dim=16),
              image_token_index=IMAGE, projection_dim=64), square, types="suffix",
     ),
+    "PaliGemmaForConditionalGeneration 2": Family(
+        both(tf.PaliGemmaConfig, lambda: siglip(projection_dim=64), lambda: tf.Gemma2Config(
+            **TEXT, head_dim=16, sliding_window=12), image_token_index=IMAGE, projection_dim=64), square,
+        types="suffix",
+    ),
     "Idefics3ForConditionalGeneration": Family(
         both(tf.Idefics3Config, lambda: tf.Idefics3VisionConfig(**VISION, image_size=28, patch_size=7), llama,
              image_token_id=IMAGE, scale_factor=2), tiles, joined_by=IDEFICS,

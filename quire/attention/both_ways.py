@@ -2,9 +2,9 @@
 
 In: one step whose GroupStep names such ranges (the vectors of an image, a prompt). The backend's own plan writes keys
 and values and attends as always; then the queries of each range are computed once more, over what came before and the
-whole range, and take the place of what was there. A window hides what lies further back, also within a range, as
-transformers' masks do. Plain torch on any device: such steps are prompts. Steps without ranges are the backend's own.
-Must not know: models, requests, what a range is.
+whole range, and take the place of what was there. A window hides what lies further back, also within a range, unless
+that says otherwise: as transformers' masks do. Plain torch on any device: such steps are prompts. Steps without ranges
+are the backend's own. Must not know: models, requests, what a range is.
 """
 
 from __future__ import annotations
@@ -48,15 +48,18 @@ class BothWaysPlan:
 
     def _part(self, step: GroupStep, block_size: int, one: BothWays) -> _Part:
         start = step.context_lens[one.entry] - step.query_lens[one.entry]
-        low, device = max(one.first, start), step.block_tables.device
+        low, device, window = max(one.first, start), step.block_tables.device, self._window
         queries = torch.arange(low, one.last, device=device)
-        keys = torch.arange(max(0, low - self._window + 1) if self._window else 0, one.last, device=device)
+        before = max(0, low - window + 1) if window else 0
+        keys = torch.arange(min(before, one.first) if one.past_window else before, one.last, device=device)
         row = one.entry if step.row_index is None else step.row_index[one.entry].long()
         slots = step.block_tables[row][keys // block_size].long() * block_size + keys % block_size
         mask = None
-        if len(keys) > self._window > 0:
-            gap = queries[:, None] - keys[None]
-            mask = torch.zeros(gap.shape, device=device).masked_fill_(gap >= self._window, float("-inf"))
+        if len(keys) > window > 0:
+            hidden = queries[:, None] - keys[None] >= window
+            if one.past_window:
+                hidden &= (keys < one.first)[None]
+            mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
         begin = sum(step.query_lens[: one.entry]) + low - start
         return _Part(slice(begin, begin + len(queries)), slots, mask)
 

@@ -91,6 +91,7 @@ class BothWays(NamedTuple):
     entry: int  # of the step's rows
     first: int
     last: int  # exclusive
+    past_window: bool = False  # a window hides nothing of the range
 
 
 class GroupStep(NamedTuple):

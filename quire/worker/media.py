@@ -98,7 +98,7 @@ class WorkerMedia:
             known, shift = self._encoder.channels(row.num_prompt_tokens, row.media)
             extras.set_channels(row.request_id, known, shift)
         if self._both_ways == PROMPT:
-            extras.set_both_ways(row.request_id, ((0, row.num_prompt_tokens),))
+            extras.set_both_ways(row.request_id, ((0, row.num_prompt_tokens),), past_window=True)
         elif self._both_ways == ITEM:
             images = [item for item in row.media if item.modality != EMBEDS]
             extras.set_both_ways(row.request_id, [run for item in images for run in runs_of_vectors(item)])

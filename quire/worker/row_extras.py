@@ -3,8 +3,8 @@ ranges of positions that attend to each other in both directions.
 
 Owns all of it by request, for as long as it has a row. In: which of its positions take vectors, and the key of those,
 whose vectors (of encoded media or given embeddings, on the device that computes) somebody else keeps; channels of
-positions (M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings any, nothing is looked up. Must
-not know: who made them, models.
+positions (M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings any, nothing is
+looked up. Must not know: who made them, models.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ class _PlacedVectors(NamedTuple):
     key: str  # of the [n, width] vectors that stand there
 
 
+class _BothWays(NamedTuple):
+    ranges: Sequence[tuple[int, int]]
+    past_window: bool
+
+
 class RowExtras:
     def __init__(self, encoded: Mapping[str, Tensor]) -> None:
         """`encoded`: vectors by key, of every item whose positions a step computes."""
         self._encoded = encoded
         self._places: dict[str, list[_PlacedVectors]] = {}  # by request
         self._channels: dict[str, _Channels] = {}
-        self._both_ways: dict[str, Sequence[tuple[int, int]]] = {}
+        self._both_ways: dict[str, _BothWays] = {}
 
     def __bool__(self) -> bool:
         return bool(self._places or self._channels or self._both_ways)
@@ -61,9 +66,10 @@ class RowExtras:
             raise RuntimeError(f"request {request_id!r} has {len(known)} channels of positions, others {have.pop()}")
         self._channels[request_id] = _Channels(known, shift)
 
-    def set_both_ways(self, request_id: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """[first, last) of positions that attend to each other in both directions."""
-        self._both_ways[request_id] = ranges
+    def set_both_ways(self, request_id: str, ranges: Sequence[tuple[int, int]], *, past_window: bool = False) -> None:
+        """[first, last) of positions that attend to each other in both directions; `past_window`: whatever the
+        window of a layer is."""
+        self._both_ways[request_id] = _BothWays(ranges, past_window)
 
     def forget(self, request_id: str) -> None:
         self.forget_vectors(request_id)
@@ -93,11 +99,12 @@ class RowExtras:
             return ()
         found = []
         for entry, (name, start, count) in enumerate(zip(names, starts.tolist(), counts.tolist(), strict=True)):
-            for first, last in self._both_ways.get(name, ()):
+            own = self._both_ways.get(name)
+            for first, last in () if own is None else own.ranges:
                 if first < start + count and start < last:
                     if start + count < last:
                         raise RuntimeError(f"a plan cuts positions {first} to {last - 1} of request {name!r}")
-                    found.append(BothWays(entry, first, last))
+                    found.append(BothWays(entry, first, last, own is not None and own.past_window))
         return tuple(found)
 
     def channels_of(self, names: Sequence[str], counts: np.ndarray, positions: np.ndarray) -> np.ndarray | None:

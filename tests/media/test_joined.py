@@ -98,7 +98,8 @@ def glm4v(vocab: Tokenizer) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
     return tf.Glm4vConfig(
         vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4,
-                           patch_size=14, image_size=56), text_config=text(vocab, rope_parameters=rope), tie_word_embeddings=False,
+                           patch_size=14, image_size=56),
+        text_config=text(vocab, rope_parameters=rope), tie_word_embeddings=False,
         image_token_id=vocab.token_to_id("<|image|>"), video_token_id=vocab.token_to_id("<|video|>"),
     )  # fmt: skip
 
