@@ -124,18 +124,20 @@ def glm4v(cls: Any, **more: Any) -> Callable[[], Any]:
     )  # fmt: skip
 
 
+QWEN3_5: dict[str, Any] = TEXT | dict(
+    rope_parameters=MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+    head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)  # fmt: skip
+
+
 def qwen3_5(cls: Any, **more: Any) -> Callable[[], Any]:
     vision = dict(
         depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=4,
         num_position_embeddings=64,
     )  # fmt: skip
-    rope = MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
-    text = TEXT | dict(
-        rope_parameters=rope, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
-        linear_num_value_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"],
-    ) | more  # fmt: skip
     return lambda: cls(
-        vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=291, vision_start_token_id=290,
+        vision_config=vision, text_config=QWEN3_5 | more, image_token_id=IMAGE, video_token_id=291, vision_start_token_id=290,
         vision_end_token_id=292, tie_word_embeddings=False,
     )  # fmt: skip
 
@@ -408,6 +410,13 @@ FAMILIES: dict[str, Family] = {
             perceiver_config=dict(hidden_size=64, resampler_n_latents=6, resampler_depth=1, resampler_n_heads=2,
                                   resampler_head_dim=16, num_key_value_heads=1),
             text_config=tf.MistralConfig(**TEXT, sliding_window=None)), tiles, joined_by=IDEFICS,
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": Family(
+        lambda: tf.MiniCPMV4_6Config(
+            vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), image_token_id=IMAGE,
+            text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 4, 4 * 32), "target_sizes": torch.tensor([[4, 8]])},
+        joined_by={"pixel_values": 3},
     ),
     "JanusForConditionalGeneration": Family(
         both(tf.JanusConfig, lambda: tf.JanusVisionConfig(

@@ -76,7 +76,7 @@ NAMES = (
 TOWER = (
     r"^(?:model\.)?(?:vision_tower|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
     r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower|encoder|projector|mm_projector|"
-    r"mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+)(?:\.|$)"
+    r"merger|mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+)(?:\.|$)"
 )
 
 
