@@ -48,6 +48,10 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any], dict[str, Any], dict[
         "glm4v", "Glm4vProcessor", "glm4v", "Glm4vImageProcessorPil",
         {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64}}, {}, {},
     ),
+    "qianfan ocr": (
+        "qianfan_ocr", "QianfanOCRProcessor", "got_ocr2", "GotOcr2ImageProcessorPil",
+        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 4}, {"image_seq_length": 4}, {},
+    ),
     "gemma 3": (
         "gemma3", "Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil", {"size": {"height": 56, "width": 56}},
         {"image_seq_length": 9}, {},
@@ -77,6 +81,7 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any], dict[str, Any], dict[
     ),
 }  # fmt: skip
 TOKENS = {"gemma3": "<start_of_image>", "pixtral": "[IMG]", "internvl": "<IMG_CONTEXT>", "glm4v": "<|image|>"}
+TOKENS["qianfan_ocr"] = "<IMG_CONTEXT>"
 
 
 @pytest.fixture(scope="module")

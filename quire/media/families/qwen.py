@@ -1,5 +1,5 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos at about their own size, in patches that are merged two by
-two."""
+two; and models that take images in nearly the same way (VideoLLaMA 3, PaddleOCR-VL)."""
 
 from __future__ import annotations
 
@@ -60,8 +60,12 @@ class Qwen2VL(Family):
         size = self._size((image.height, image.width), settings, 1)
         flat, grid = self._patches([image], size, settings)
         num = grid[1] * grid[2] // settings.whole("merge_size") ** 2
-        arrays = {"pixel_values": flat, "image_grid_thw": np.array([grid], np.int64)}
+        arrays = {"pixel_values": flat, "image_grid_thw": np.array([grid], np.int64), **self._further(settings)}
         return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+    def _further(self, settings: Settings) -> dict[str, Array]:
+        """Of an image, what the encoder reads besides."""
+        return {}
 
     def _video(self, video: Video, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
@@ -137,3 +141,42 @@ class Qwen3VL(Qwen2VL):
             time = (times[place * depth] + times[place * depth + depth - 1]) / 2
             text += f"<{time:.1f} seconds><|vision_start|>{self.placeholders['video'] * each}<|vision_end|>"
         return text
+
+
+class VideoLlama3(Qwen2VL):
+    """Its images only: the frames of a video are thinned out by what they show, which is not built."""
+
+    placeholders = {"image": "<|image_pad|>"}
+    steps = {**STEPS, "image_mean": HALF, "image_std": HALF, "temporal_patch_size": 1, "merge_size": 1}
+
+    def written(self, modality: str, number: int) -> str:
+        return self.placeholders[modality]
+
+    def _further(self, settings: Settings) -> dict[str, Array]:
+        import numpy as np  # lazy
+
+        return {"image_merge_sizes": np.array([settings.whole("merge_size")], np.int64)}
+
+
+class PaddleOCRVL(Qwen2VL):
+    """Patches are not flat, and lie in the order of the image: the projector merges them."""
+
+    placeholders = {"image": "<|IMAGE_PLACEHOLDER|>"}
+    image_edges = {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}
+    steps = {**STEPS, "temporal_patch_size": 1}
+
+    def written(self, modality: str, number: int) -> str:
+        return f"<|IMAGE_START|>{self.placeholders[modality]}<|IMAGE_END|>"
+
+    def _size(self, size: Size, settings: Settings, frames: int) -> Size:
+        side, (height, width) = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64), size
+        if height < side:
+            height, width = side, round(width * side / height)
+        if width < side:
+            height, width = round(height * side / width), side
+        return super()._size((height, width), settings, frames)
+
+    def _patches(self, frames: list[Image], size: Size, settings: Settings) -> tuple[Array, tuple[int, int, int]]:
+        patch, single = settings.whole("patch_size"), Settings({**settings.values, "merge_size": 1}, settings.further)
+        flat, grid = super()._patches(frames, size, single)
+        return flat.reshape(len(flat), -1, patch, patch), grid
