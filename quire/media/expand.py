@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -52,12 +53,12 @@ def expand_text(family: Family, text: str, items: Items) -> str:
 
 def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> list[int]:
     """Ids that are expanded already, as transformers' processors write them, stay as they are."""
-    feature_ids = {modality: token_id(tokenizer, family.feature(modality)) for modality in items}
-    expected = {modality: sum(item.num_vectors for item in several) for modality, several in items.items()}
-    counts = {modality: list(ids).count(feature_ids[modality]) for modality in items}
-    if all(counts[modality] == expected[modality] for modality in items) and expected != {
-        modality: len(several) for modality, several in items.items()
-    }:
+    expected, numbers = Counter[int](), Counter[int]()  # by token, which modalities may share
+    for modality, several in items.items():
+        feature = token_id(tokenizer, family.feature(modality))
+        expected[feature] += sum(item.num_vectors for item in several)
+        numbers[feature] += len(several)
+    if expected != numbers and all(list(ids).count(token) == num for token, num in expected.items()):
         return list(ids)
     names = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
     for token, modality in names.items():

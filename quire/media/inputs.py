@@ -58,12 +58,14 @@ class LoadedMedia(NamedTuple):
     """What `place` needs, in the order of each modality."""
 
     items: Mapping[str, Sequence[LoadedItem]]
+    order: Sequence[str] = ()  # modalities in the order of the prompt, where that is expanded and does not tell
 
 
 class Placed(NamedTuple):
     text: str | None  # as expanded
     token_ids: tuple[int, ...]
     items: tuple[MediaItem, ...]
+    order: Sequence[str] = ()  # their modalities
 
 
 class MediaInputs:
@@ -225,7 +227,8 @@ class MediaInputs:
         add_special_tokens: bool = True,
     ) -> Placed:
         items = {modality: [one.item for one in several] for modality, several in media.items.items()}
-        order = order_of(self.family, (text or "") if token_ids is None else token_ids, items, tokenizer)
+        prompt = (text or "") if token_ids is None else token_ids
+        order = media.order or order_of(self.family, prompt, items, tokenizer)
         if token_ids is None:
             text = expand_text(self.family, text or "", items)
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -242,7 +245,7 @@ class MediaInputs:
             )
             for place in places
         )
-        return Placed(text, tuple(ids), placed)
+        return Placed(text, tuple(ids), placed, order)
 
     def clear(self) -> None:
         self.cache.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer
 from quire import LLM, SamplingParams
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import SPECIAL, write_tokenizer
+from tests.server.live import live
 
 NUM = 6
 VISION: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -220,9 +223,16 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     assert abs(answered(other)[1] - logprob) > 1e-3  # the item matters
 
 
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}{% if part.type in ('image', 'video') %}"
+    "<|begin_of_{{ part.type }}|><|{{ part.type }}|><|end_of_{{ part.type }}|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
 def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
-    """GLM writes both with one token: which item is which is known from the order of the prompt."""
-    write_tokenizer(tmp_path)
+    """GLM writes both with one token: which item is which is known from the order of the prompt, here of chat parts."""
+    write_tokenizer(tmp_path, chat_template=TEMPLATE)
     vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     torch.manual_seed(3)
     model = tf.Glm4vForConditionalGeneration(glm4v(vocab)).eval().float()
@@ -234,7 +244,9 @@ def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
                             logit_bias={vocab.token_to_id(one): -100.0 for one in SPECIAL})  # fmt: skip
     data = {"image": ITEMS["image"], "video": FRAMES}
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
-        (output,) = llm.generate({"prompt": "a <|video|> then <|image|>.", "multi_modal_data": data}, params)
+        parts = [{"type": "text", "text": "a "}, {"type": "video", "video": FRAMES}, {"type": "text", "text": " then "},
+                 {"type": "image_pil", "image_pil": ITEMS["image"]}]  # fmt: skip
+        (output,) = llm.chat([{"role": "user", "content": parts}], params)
         media = llm.llm_engine.front.inputs.media
         items = media.loaded(media.load(data)).items
     known = {key: torch.from_numpy(np.array(array)) for several in items.values() for one in several
@@ -257,3 +269,32 @@ def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
         logits = model(inputs_embeds=embeds, position_ids=positions).logits[0, -1]
         logits[[vocab.token_to_id(one) for one in SPECIAL]] = -torch.inf
     assert int(logits.argmax()) == output.outputs[0].token_ids[0]
+
+
+def test_gemma_3_over_http(tmp_path: Path) -> None:
+    """An image part of a chat: the words that LLM.chat says, which tests above compare."""
+    write_tokenizer(tmp_path, chat_template=TEMPLATE.replace(
+        "<|begin_of_{{ part.type }}|><|{{ part.type }}|><|end_of_{{ part.type }}|>", "<start_of_image>"))  # fmt: skip
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    torch.manual_seed(3)
+    model = tf.Gemma3ForConditionalGeneration(gemma3(vocab)).eval().float()
+    with torch.no_grad():
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.2)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+    engine = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 2}
+    text_part, out = {"type": "text", "text": "What is shown?"}, io.BytesIO()
+    ITEMS["image"].save(out, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True)
+    with LLM(str(tmp_path), **engine) as llm:
+        (expected,) = llm.chat(
+            [{"role": "user", "content": [{"type": "image_pil", "image_pil": ITEMS["image"]}, text_part]}], params
+        )
+    assert expected.prompt_token_ids.count(vocab.token_to_id("<image_soft_token>")) == 4
+    content = [{"type": "image_url", "image_url": {"url": url}}, text_part]
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": NUM, "ignore_eos": True}
+    with live(str(tmp_path), engine=engine) as server:
+        answer = server.post("/v1/chat/completions", body).json()
+    assert answer["choices"][0]["message"]["content"] == expected.outputs[0].text
+    assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
