@@ -30,7 +30,7 @@ class ReadableCache(Protocol):
     def read(self, slots: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...
 
 
-class _Part(NamedTuple):
+class _RangeQueries(NamedTuple):
     """Queries of one range."""
 
     tokens: slice  # of the step
@@ -46,7 +46,7 @@ class BothWaysPlan:
         self._window = group.window if group.kind is KVKind.WINDOW else 0
         self._parts = [self._part(step, group.block_size, one) for one in step.both_ways]
 
-    def _part(self, step: GroupStep, block_size: int, one: BothWays) -> _Part:
+    def _part(self, step: GroupStep, block_size: int, one: BothWays) -> _RangeQueries:
         start = step.context_lens[one.entry] - step.query_lens[one.entry]
         low, device, window = max(one.first, start), step.block_tables.device, self._window
         queries = torch.arange(low, one.last, device=device)
@@ -61,7 +61,7 @@ class BothWaysPlan:
                 hidden &= (keys < one.first)[None]
             mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
         begin = sum(step.query_lens[: one.entry]) + low - start
-        return _Part(slice(begin, begin + len(queries)), slots, mask)
+        return _RangeQueries(slice(begin, begin + len(queries)), slots, mask)
 
     def run(
         self,

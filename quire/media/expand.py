@@ -83,14 +83,14 @@ def order_of(family: Family, prompt: str | Sequence[int], items: Items, tokenize
         return []
     if isinstance(prompt, str):
         names = {family.placeholders[modality]: modality for modality in items}
-        found = [names[match[0]] for match in re.finditer("|".join(map(re.escape, names)), prompt)]
+        order = [names[match[0]] for match in re.finditer("|".join(map(re.escape, names)), prompt)]
     else:
         ids = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
-        found = [ids[one] for one in prompt if one in ids]
+        order = [ids[one] for one in prompt if one in ids]
     counts = {modality: len(several) for modality, several in items.items()}
-    if any(found.count(modality) != count for modality, count in counts.items()):
+    if any(order.count(modality) != count for modality, count in counts.items()):
         return [modality for modality, count in counts.items() for _ in range(count)]
-    return found
+    return order
 
 
 def find_places(

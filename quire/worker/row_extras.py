@@ -36,7 +36,7 @@ class _PlacedVectors(NamedTuple):
     key: str  # of the [n, width] vectors that stand there
 
 
-class _BothWays(NamedTuple):
+class _RowRanges(NamedTuple):
     ranges: Sequence[tuple[int, int]]
     past_window: bool
 
@@ -47,7 +47,7 @@ class RowExtras:
         self._encoded = encoded
         self._places: dict[str, list[_PlacedVectors]] = {}  # by request
         self._channels: dict[str, _Channels] = {}
-        self._both_ways: dict[str, _BothWays] = {}
+        self._both_ways: dict[str, _RowRanges] = {}
 
     def __bool__(self) -> bool:
         return bool(self._places or self._channels or self._both_ways)
@@ -69,7 +69,7 @@ class RowExtras:
     def set_both_ways(self, request_id: str, ranges: Sequence[tuple[int, int]], *, past_window: bool = False) -> None:
         """[first, last) of positions that attend to each other in both directions; `past_window`: whatever the
         window of a layer is."""
-        self._both_ways[request_id] = _BothWays(ranges, past_window)
+        self._both_ways[request_id] = _RowRanges(ranges, past_window)
 
     def forget(self, request_id: str) -> None:
         self.forget_vectors(request_id)
@@ -97,15 +97,15 @@ class RowExtras:
         """Ranges with positions in this step."""
         if not self._both_ways:
             return ()
-        found = []
+        ranges = []
         for entry, (name, start, count) in enumerate(zip(names, starts.tolist(), counts.tolist(), strict=True)):
             own = self._both_ways.get(name)
             for first, last in () if own is None else own.ranges:
                 if first < start + count and start < last:
                     if start + count < last:
                         raise RuntimeError(f"a plan cuts positions {first} to {last - 1} of request {name!r}")
-                    found.append(BothWays(entry, first, last, own is not None and own.past_window))
-        return tuple(found)
+                    ranges.append(BothWays(entry, first, last, own is not None and own.past_window))
+        return tuple(ranges)
 
     def channels_of(self, names: Sequence[str], counts: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
         """[C, T] of all tokens of a step; None: none of these rows has any. Rows without channels: their positions."""
