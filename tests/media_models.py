@@ -137,8 +137,8 @@ def qwen3_5(cls: Any, **more: Any) -> Callable[[], Any]:
         num_position_embeddings=64,
     )  # fmt: skip
     return lambda: cls(
-        vision_config=vision, text_config=QWEN3_5 | more, image_token_id=IMAGE, video_token_id=291, vision_start_token_id=290,
-        vision_end_token_id=292, tie_word_embeddings=False,
+        vision_config=vision, text_config=QWEN3_5 | more, image_token_id=IMAGE, video_token_id=291,
+        vision_start_token_id=290, vision_end_token_id=292, tie_word_embeddings=False,
     )  # fmt: skip
 
 

@@ -58,6 +58,11 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "GlmAsrForConditionalGeneration": (AUDIO,),
     "Qwen3ASRForConditionalGeneration": (AUDIO,),
 }
+# take media through code of their own repositories, and transformers has no class for them
+OUTSIDE = frozenset((
+    "UltravoxModel", "KimiVLForConditionalGeneration", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
+    "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
+))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, or the whole prompt
 ITEM, PROMPT = "item", "prompt"
 _BOTH_WAYS = {"Gemma3ForConditionalGeneration": ITEM, "PaliGemmaForConditionalGeneration": PROMPT}

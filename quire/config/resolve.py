@@ -15,7 +15,7 @@ from quire.base.log import logger
 from quire.base.machine import cpu_flags, cpu_multiplies_bfloat16, find_gpu
 from quire.base.plugins import call_plugins
 from quire.checkpoint.facts import read_facts
-from quire.checkpoint.media import PROMPT
+from quire.checkpoint.media import OUTSIDE, PROMPT
 from quire.checkpoint.quantization import Quantization, add_quantization, agrees, has_fp8_cache, read_quantization
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
@@ -129,6 +129,12 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
         )
     classes = registered(model.model_class_overrides)
     ours = {name: classes[name] for name in facts.architectures if name in classes}
+    if not ours and not model.trust_remote_code and not OUTSIDE.isdisjoint(facts.architectures):
+        raise NotBuiltError(
+            f"{facts.architectures[0]} is not in this version of Quire: it takes media through code of its own "
+            "repository, and transformers has no class for it",
+            param="model",
+        )
     return replace(config, model_config=replace(model, hf_config=raw, facts=facts, model_class_overrides=ours))
 
 

@@ -5,6 +5,7 @@ One engine per family, in process, whose steps are made smaller between runs. An
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from quire import LLM, SamplingParams
 from quire.checkpoint.media import MODALITIES
 from quire.sched.gates import TokenBudget
 from quire.sched.scheduler import Scheduler
+from quire.schema.errors import NotBuiltError
 from tests.media_models import (
     FAMILIES,
     IMAGE,
@@ -101,6 +103,13 @@ def test_tokens_equal_transformers(served: Served) -> None:
 def test_every_declared_family_is_tested() -> None:
     tested = {name.partition(" ")[0]: family.modality for name, family in FAMILIES.items()}
     assert tested.keys() == {name for name, kinds in MODALITIES.items() if kinds}
+
+
+@pytest.mark.parametrize("name", ["UltravoxModel", "KimiVLForConditionalGeneration", "MiniCPMV"])
+def test_classes_of_other_repositories_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "its_own"}))
+    with pytest.raises(NotBuiltError, match=f"{name} is not in this version of Quire: it takes media through code"):
+        LLM(str(tmp_path))
 
 
 def test_preempted_answers_are_the_same(thorough: Served) -> None:
