@@ -244,7 +244,7 @@ FAMILIES: dict[str, Family] = {
         both(tf.Gemma3Config, siglip, lambda: tf.Gemma3TextConfig(
             **TEXT, head_dim=16, sliding_window=12,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-            image_token_id=IMAGE, mm_tokens_per_image=4), square, types="image",
+            image_token_id=IMAGE, mm_tokens_per_image=16), square, types="image",
     ),
     "PaliGemmaForConditionalGeneration": Family(
         both(tf.PaliGemmaConfig, lambda: siglip(projection_dim=64), lambda: tf.GemmaConfig(**TEXT, head_dim=16),

@@ -90,7 +90,7 @@ def test_tokens_equal_transformers(served: Served) -> None:
         assert is_greedy(served.name, served.model, pieces, answer)
     if encoder.whole_items and not served.scheduler.kv.caching:
         return  # prompts are computed whole
-    sizes = (7,) if served.name not in THOROUGH else (64, 7) if encoder.whole_items else (64, 7, 1)
+    sizes = (7,) if served.name not in THOROUGH else (64, 20) if encoder.whole_items else (64, 7, 1)
     for chunk in sizes:
         budget.most = chunk
         assert served.answers(prompts[:2]) == expected[:2], f"with prefix hits, in chunks of {chunk}"
