@@ -131,13 +131,13 @@ QWEN3_5: dict[str, Any] = TEXT | dict(
 )  # fmt: skip
 
 
-def qwen3_5(cls: Any, **more: Any) -> Callable[[], Any]:
+def qwen3_5(cls: Any, image: int = IMAGE, **more: Any) -> Callable[[], Any]:
     vision = dict(
         depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=4,
         num_position_embeddings=64,
     )  # fmt: skip
     return lambda: cls(
-        vision_config=vision, text_config=QWEN3_5 | more, image_token_id=IMAGE, video_token_id=291,
+        vision_config=vision, text_config=QWEN3_5 | more, image_token_id=image, video_token_id=IMAGE + 291 - image,
         vision_start_token_id=290, vision_end_token_id=292, tie_word_embeddings=False,
     )  # fmt: skip
 
@@ -367,6 +367,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForConditionalGeneration": Family(
         qwen3_5(tf.Qwen3_5Config), patches("pixel_values", "image_grid_thw"), types="mm"
+    ),
+    "Qwen3_5ForConditionalGeneration video": Family(
+        qwen3_5(tf.Qwen3_5Config, image=291), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
+        types="mm", between=(292, 17, 290),
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
         qwen3_5(tf.Qwen3_5MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
