@@ -9,6 +9,7 @@ are the backend's own. Must not know: models, requests, what a range is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -95,6 +96,15 @@ class WithBothWays:
 
     def __init__(self, attention: AttentionBackend) -> None:
         self.attention, self.name = attention, attention.name
+
+    @classmethod
+    def over(cls, attention: AttentionBackend, specs: Sequence[KVSpec]) -> WithBothWays:
+        """ConfigError for layers that it cannot serve."""
+        backend = cls(attention)
+        for spec in specs:
+            if reason := backend.supports(spec):
+                raise ConfigError(f"attention backend {backend.name} cannot serve layer {spec.layer!r}: {reason}")
+        return backend
 
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind is KVKind.CHUNK:

@@ -16,10 +16,8 @@ OTHER_NAMES = {"TORCH_SDPA": "CPU_ATTN"}
 NEEDS = {"CPU_ATTN": "cpu", "TRITON_ATTN": "cuda"}  # the device a backend runs on
 
 
-def select_backend(
-    device: str, specs: Sequence[KVSpec], name: str | None = None, *, both_ways: bool = False
-) -> AttentionBackend:
-    """`device` is a torch device string; only its type matters. `both_ways`: some positions attend to later ones."""
+def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None) -> AttentionBackend:
+    """`device` is a torch device string; only its type matters."""
     kind = device.partition(":")[0]
     if kind not in BY_DEVICE:
         raise NotBuiltError(f"no attention backend for device {device!r}; built: {', '.join(BY_DEVICE)}", value=device)
@@ -41,10 +39,6 @@ def select_backend(
         from quire.attention.cross import WithCross  # lazy
 
         backend = WithCross(backend)
-    if both_ways:
-        from quire.attention.both_ways import WithBothWays  # lazy
-
-        backend = WithBothWays(backend)
     for spec in specs:
         reason = backend.supports(spec)
         if reason is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -94,7 +94,7 @@ class WorkerParts:
     make_model: Callable[[EngineConfig, Kernels, ShardGroup], Model]
     reload_weights: Callable[[Any, EngineConfig], Any]
     update_config: Callable[[EngineConfig, Mapping[str, Any]], EngineConfig]
-    select_backend: Callable[..., AttentionBackend]  # attention/select.py
+    select_backend: Callable[[str, Sequence[KVSpec], str | None], AttentionBackend]
     # kernels that a dry run would launch
     record: Callable[[Callable[[], None], Callable[[Job], None] | None], list[Job]] = _nothing_recorded
     watch: Callable[[], None] = _nothing_watched  # called once the start is over
@@ -253,10 +253,11 @@ class Worker:
     def _make_runner(self, layout: KVLayout) -> ModelRunner | PoolingRunner:
         """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
-        backend = self._parts.select_backend(
-            self.device.type, self._specs, self.config.attention_config.backend,
-            both_ways=self._encoder is not None and bool(self._encoder.both_ways),
-        )  # fmt: skip
+        backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
+        if self._encoder is not None and self._encoder.both_ways:
+            from quire.attention.both_ways import WithBothWays  # lazy
+
+            backend = WithBothWays.over(backend, self._specs)
         kv = KVMemory(layout, self.device)
         scaled = self._scaled = scaled_caches(kv.bind(backend, model))
         set_scales(scaled, self._kv_scales)
