@@ -35,7 +35,7 @@ _CODES = (
 
 
 # arrays whose names differ between processors and encoders, or between encoders of different transformers
-_ARGUMENTS = {"image_patches": "pixel_values", "pixel_values_videos": "pixel_values"}
+_ARGUMENTS = dict.fromkeys(("image_patches", "pixel_values_images", "pixel_values_videos"), "pixel_values")
 
 
 class Tower:
