@@ -7,9 +7,11 @@ one item alone) and the token that stands in their place. How many vectors an it
 from __future__ import annotations
 
 import hashlib
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ class Family:
     draw: Callable[[torch.Generator], Arrays]
     modality: str = "image"
     joined_by: dict[str, int] | None = None  # the dimension along which arrays of several items are joined; 0
-    needs_types: bool = False  # transformers' forward wants to be told which tokens are media
+    types: str = ""  # what transformers' forward wants to be told of tokens: "mm", "image" or "suffix" (types_of)
+    between: tuple[int, ...] = ()  # tokens between two frames of a video
 
 
 def rand(generator: torch.Generator, *shape: int) -> Tensor:
@@ -95,16 +98,54 @@ def qwen2_5_vl() -> Any:
     )  # fmt: skip
 
 
-def qwen3_vl(cls: Any, **more: Any) -> Callable[[], Any]:
+def qwen3_vl(cls: Any, image: int = IMAGE, **more: Any) -> Callable[[], Any]:
     vision = dict(
         depth=3, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=4,
         num_position_embeddings=64, deepstack_visual_indexes=[0, 1],
     )  # fmt: skip
     text = TEXT | {"rope_parameters": MROPE, "head_dim": 16} | more
     return lambda: cls(
-        vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=291, vision_start_token_id=290,
-        vision_end_token_id=292, tie_word_embeddings=False,
+        vision_config=vision, text_config=text, image_token_id=image, video_token_id=IMAGE + 291 - image,
+        vision_start_token_id=290, vision_end_token_id=292, tie_word_embeddings=False,
     )  # fmt: skip
+
+
+GLM_VISION: dict[str, Any] = dict(
+    depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=4, image_size=32
+)
+GLM_ROPE = MROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
+
+
+def glm4v(cls: Any, **more: Any) -> Callable[[], Any]:
+    text = TEXT | {"rope_parameters": GLM_ROPE} | more
+    return lambda: cls(
+        vision_config=GLM_VISION, text_config=text, image_token_id=IMAGE, video_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+QWEN3_5: dict[str, Any] = TEXT | dict(
+    rope_parameters=MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+    head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)  # fmt: skip
+
+
+def qwen3_5(cls: Any, image: int = IMAGE, **more: Any) -> Callable[[], Any]:
+    vision = dict(
+        depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4, patch_size=4,
+        num_position_embeddings=64,
+    )  # fmt: skip
+    return lambda: cls(
+        vision_config=vision, text_config=QWEN3_5 | more, image_token_id=image, video_token_id=IMAGE + 291 - image,
+        vision_start_token_id=290, vision_end_token_id=292, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+GLM_MOE: dict[str, Any] = dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1, first_k_dense_replace=1,
+    n_group=1, topk_group=1, attention_bias=True, head_dim=16,
+)  # fmt: skip
 
 
 def patches(name: str, grid: str, frames: int = 1) -> Callable[[torch.Generator], Arrays]:
@@ -112,6 +153,17 @@ def patches(name: str, grid: str, frames: int = 1) -> Callable[[torch.Generator]
         height, width = (2 * int(torch.randint(2, 5, (), generator=generator)) for _ in range(2))
         numbers = rand(generator, frames * height * width, 3 * 2 * 4 * 4)
         return {name: numbers, grid: torch.tensor([[frames, height, width]])}
+
+    return draw
+
+
+def frames_of(*shape: int) -> Callable[[torch.Generator], Arrays]:
+    """Patches that are not flat."""
+
+    def draw(generator: torch.Generator) -> Arrays:
+        height, width = (2 * int(torch.randint(2, 5, (), generator=generator)) for _ in range(2))
+        numbers = rand(generator, height * width, *shape)
+        return {"pixel_values": numbers, "image_grid_thw": torch.tensor([[1, height, width]])}
 
     return draw
 
@@ -157,22 +209,51 @@ FAMILIES: dict[str, Family] = {
         both(tf.LlavaOnevisionConfig, siglip, qwen2, image_token_index=IMAGE, video_token_index=291,
              image_grid_pinpoints=[[28, 56], [56, 28]]), anyres,
     ),
-    "Qwen2VLForConditionalGeneration": Family(qwen2_vl, patches("pixel_values", "image_grid_thw"), needs_types=True),
+    "Qwen2VLForConditionalGeneration": Family(qwen2_vl, patches("pixel_values", "image_grid_thw"), types="mm"),
     "Qwen2VLForConditionalGeneration video": Family(
-        qwen2_vl, patches("pixel_values_videos", "video_grid_thw", 3), modality="video", needs_types=True
+        qwen2_vl, patches("pixel_values_videos", "video_grid_thw", 3), modality="video", types="mm"
     ),
     "Qwen2_5_VLForConditionalGeneration": Family(
-        qwen2_5_vl, patches("pixel_values", "image_grid_thw"), needs_types=True
+        qwen2_5_vl, patches("pixel_values", "image_grid_thw"), types="mm"
     ),
     "Qwen2_5_VLForConditionalGeneration video": Family(
-        qwen2_5_vl, patches("pixel_values_videos", "video_grid_thw", 3), modality="video", needs_types=True
+        qwen2_5_vl, patches("pixel_values_videos", "video_grid_thw", 3), modality="video", types="mm"
     ),
     "Qwen3VLForConditionalGeneration": Family(
-        qwen3_vl(tf.Qwen3VLConfig), patches("pixel_values", "image_grid_thw"), needs_types=True
+        qwen3_vl(tf.Qwen3VLConfig), patches("pixel_values", "image_grid_thw"), types="mm"
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         qwen3_vl(tf.Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-                 decoder_sparse_step=1), patches("pixel_values", "image_grid_thw"), needs_types=True,
+                 decoder_sparse_step=1), patches("pixel_values", "image_grid_thw"), types="mm",
+    ),
+    "Qwen3VLForConditionalGeneration video": Family(
+        qwen3_vl(tf.Qwen3VLConfig, image=291), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
+        types="mm", between=(292, 17, 290),
+    ),
+    "Glm4vForConditionalGeneration": Family(
+        glm4v(tf.Glm4vConfig), patches("pixel_values", "image_grid_thw"), types="mm"
+    ),
+    "Glm4vForConditionalGeneration video": Family(
+        glm4v(tf.Glm4vConfig), patches("pixel_values_videos", "video_grid_thw", 3), modality="video", types="mm",
+        between=(292, 17, 290),
+    ),
+    "Glm4vMoeForConditionalGeneration": Family(
+        glm4v(tf.Glm4vMoeConfig, **GLM_MOE), patches("pixel_values", "image_grid_thw"), types="mm"
+    ),
+    "Gemma3ForConditionalGeneration": Family(
+        both(tf.Gemma3Config, siglip, lambda: tf.Gemma3TextConfig(
+            **TEXT, head_dim=16, sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+            image_token_id=IMAGE, mm_tokens_per_image=16), square, types="image",
+    ),
+    "PaliGemmaForConditionalGeneration": Family(
+        both(tf.PaliGemmaConfig, lambda: siglip(projection_dim=64), lambda: tf.GemmaConfig(**TEXT, head_dim=16),
+             image_token_index=IMAGE, projection_dim=64), square, types="suffix",
+    ),
+    "PaliGemmaForConditionalGeneration 2": Family(
+        both(tf.PaliGemmaConfig, lambda: siglip(projection_dim=64), lambda: tf.Gemma2Config(
+            **TEXT, head_dim=16, sliding_window=12), image_token_index=IMAGE, projection_dim=64), square,
+        types="suffix",
     ),
     "Idefics3ForConditionalGeneration": Family(
         both(tf.Idefics3Config, lambda: tf.Idefics3VisionConfig(**VISION, image_size=28, patch_size=7), llama,
@@ -276,6 +357,113 @@ FAMILIES: dict[str, Family] = {
     "LightOnOcrForConditionalGeneration": Family(
         both(tf.LightOnOcrConfig, pixtral, lambda: tf.Qwen3Config(**TEXT, head_dim=16), image_token_id=IMAGE), sized,
     ),
+    "Glm46VForConditionalGeneration": Family(
+        lambda: tf.Glm46VConfig(vision_config=tf.Glm4vVisionConfig(**GLM_VISION), text_config=tf.Glm4vTextConfig(
+            **TEXT, rope_parameters=GLM_ROPE), image_token_id=IMAGE, video_token_id=IMAGE),
+        patches("pixel_values", "image_grid_thw"), types="mm",
+    ),
+    "GlmOcrForConditionalGeneration": Family(
+        glm4v(tf.GlmOcrConfig, head_dim=16), patches("pixel_values", "image_grid_thw"), types="mm"
+    ),
+    "Qwen3_5ForConditionalGeneration": Family(
+        qwen3_5(tf.Qwen3_5Config), patches("pixel_values", "image_grid_thw"), types="mm"
+    ),
+    "Qwen3_5ForConditionalGeneration video": Family(
+        qwen3_5(tf.Qwen3_5Config, image=291), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
+        types="mm", between=(292, 17, 290),
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        qwen3_5(tf.Qwen3_5MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                shared_expert_intermediate_size=32), patches("pixel_values", "image_grid_thw"), types="mm",
+    ),
+    "Exaone4_5_ForConditionalGeneration": Family(
+        lambda: tf.Exaone4_5_Config(
+            vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4,
+                               num_key_value_heads=2, patch_size=4, window_size=16, fullatt_block_indexes=[1]),
+            text_config=tf.Exaone4Config(**TEXT, sliding_window=16), image_token_id=IMAGE, video_token_id=291),
+        patches("pixel_values", "image_grid_thw"),
+    ),
+    "PaddleOCRVLForConditionalGeneration": Family(
+        lambda: tf.PaddleOCRVLConfig(
+            vision_config=dict(**VISION, image_size=32, patch_size=4), tie_word_embeddings=False,
+            text_config=TEXT | dict(head_dim=16, rope_parameters=MROPE), image_token_id=IMAGE, video_token_id=291),
+        frames_of(3, 4, 4), types="mm",
+    ),
+    "VideoLlama3ForConditionalGeneration": Family(
+        lambda: tf.VideoLlama3Config(
+            vision_config=dict(**VISION, patch_size=4), text_config=qwen2(), image_token_id=IMAGE, video_token_id=291),
+        lambda generator: frames_of(48)(generator) | {"image_merge_sizes": torch.tensor([2])},
+    ),
+    "Kimi_K25ForConditionalGeneration": Family(
+        lambda: tf.Kimi_K25Config(
+            vision_config=dict(**VISION, patch_size=4, pos_emb_height=8, pos_emb_width=8), image_token_id=IMAGE,
+            video_token_id=291, projection_hidden_size=32,
+            text_config=tf.DeepseekV3Config(**TEXT | dict(num_key_value_heads=4), q_lora_rank=16, kv_lora_rank=16,
+                                            qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4,
+                                            num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
+                                            first_k_dense_replace=1)),
+        frames_of(3, 4, 4),
+    ),
+    "QianfanOCRForConditionalGeneration": Family(
+        both(tf.QianfanOCRConfig, lambda: tf.QianfanOCRVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),
+             lambda: tf.Qwen3Config(**TEXT, head_dim=16), image_token_id=IMAGE), several_tiles,
+    ),
+    "Idefics2ForConditionalGeneration": Family(
+        lambda: tf.Idefics2Config(
+            vision_config=dict(**VISION, image_size=28, patch_size=7), image_token_id=IMAGE,
+            perceiver_config=dict(hidden_size=64, resampler_n_latents=6, resampler_depth=1, resampler_n_heads=2,
+                                  resampler_head_dim=16, num_key_value_heads=1),
+            text_config=tf.MistralConfig(**TEXT, sliding_window=None)), tiles, joined_by=IDEFICS,
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": Family(
+        lambda: tf.MiniCPMV4_6Config(
+            vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), image_token_id=IMAGE,
+            text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 4, 4 * 32), "target_sizes": torch.tensor([[4, 8]])},
+        joined_by={"pixel_values": 3},
+    ),
+    "JanusForConditionalGeneration": Family(
+        both(tf.JanusConfig, lambda: tf.JanusVisionConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=7, mlp_ratio=2.0,
+            projection_dim=64, num_image_tokens=16), llama, image_token_id=IMAGE,
+            vq_config=dict(embed_dim=4, num_embeddings=16, latent_channels=32, base_channels=32, projection_dim=64,
+                           channel_multiplier=[1, 1], num_res_blocks=1, image_token_embed_dim=64)), square,
+    ),
+    "DeepseekVLHybridForConditionalGeneration": Family(
+        both(tf.DeepseekVLHybridConfig, lambda: siglip(), llama, image_token_id=IMAGE, high_res_vision_config=dict(
+            hidden_size=32, output_channels=16, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=4,
+            window_size=4, global_attn_indexes=[1], mlp_dim=48)),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 28, 28),
+                           "high_res_pixel_values": rand(generator, 1, 3, 64, 64)},
+    ),
+    "GraniteSpeechForConditionalGeneration": Family(
+        lambda: tf.GraniteSpeechConfig(
+            encoder_config=dict(input_dim=8, num_layers=2, hidden_dim=32, num_heads=4, output_dim=8, context_size=10,
+                                max_pos_emb=16, conv_kernel_size=3), text_config=tf.GraniteConfig(**TEXT),
+            projector_config=dict(model_type="blip_2_qformer", hidden_size=32, num_hidden_layers=1,
+                                  num_attention_heads=4, intermediate_size=48, encoder_hidden_size=32, vocab_size=8),
+            audio_token_index=IMAGE, has_lora_adapter=False, downsample_rate=5, window_size=15,
+            tie_word_embeddings=False),
+        lambda generator: {"input_features": rand(generator, 1, 40, 8),
+                           "input_features_mask": torch.arange(9)[None] < 8}, modality="audio",
+    ),
+    "GlmAsrForConditionalGeneration": Family(
+        lambda: tf.GlmAsrConfig(
+            audio_config=dict(model_type="glmasr_encoder", hidden_size=32, intermediate_size=128, num_hidden_layers=2,
+                              num_attention_heads=4, num_mel_bins=16, max_position_embeddings=64),
+            text_config=llama(), audio_token_id=IMAGE, tie_word_embeddings=False),
+        lambda generator: {"input_features": rand(generator, 1, 16, 64),
+                           "input_features_mask": (torch.arange(64) < 50)[None].int()}, modality="audio",
+    ),
+    "Qwen3ASRForConditionalGeneration": Family(
+        lambda: tf.Qwen3ASRConfig(
+            audio_config=dict(model_type="qwen3_asr_encoder", d_model=32, encoder_ffn_dim=48, encoder_layers=2,
+                              encoder_attention_heads=4, num_mel_bins=16, n_window_infer=100, output_dim=64,
+                              downsample_hidden_size=8), text_config=tf.Qwen3Config(**TEXT, head_dim=16),
+            audio_token_id=IMAGE, tie_word_embeddings=False),
+        lambda generator: {"input_features": rand(generator, 1, 16, 200),
+                           "input_features_mask": (torch.arange(200) < 150)[None].int()}, modality="audio",
+    ),
 }  # fmt: skip
 
 
@@ -311,8 +499,17 @@ def vectors_of(model: Any, modality: str, arrays: Arrays) -> int:
         return arrays["image_patches"].shape[1]
     if "feature_attention_mask" in arrays:  # one of two frames, twice
         return (int(arrays["feature_attention_mask"].sum() - 1) // 2 + 1 - 2) // 2 + 1
+    if "GraniteSpeech" in type(model).__name__:
+        return int(arrays["input_features_mask"].sum())
+    method = getattr(model.model if hasattr(model, "model") else model, METHODS[modality])
+    known = inspect.signature(method).parameters
+    if "pixel_values_videos" in arrays and "pixel_values_videos" not in known:  # transformers before 5.22
+        ends = "Onevision" in type(model).__name__  # a vector that the forward pass adds
+        return ends + vectors_of(model, modality, {"pixel_values": arrays["pixel_values_videos"]})
+    if "vision_feature_select_strategy" in known and "Llama4" in type(model).__name__:
+        method = partial(method, vision_feature_select_strategy="default")
     with torch.inference_mode():
-        out = getattr(model.model if hasattr(model, "model") else model, METHODS[modality])(**arrays)
+        out = method(**arrays)
     if not isinstance(out, list | tuple | Tensor):
         out = out.last_hidden_state if out.pooler_output is None else out.pooler_output
     parts = [out] if isinstance(out, Tensor) else out
@@ -330,17 +527,31 @@ class DrawnItem:
     modality: str
     arrays: Arrays
     count: int
+    between: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """What stands for it in a prompt."""
+        if not self.between:
+            return [IMAGE] * self.count
+        frames = int(self.arrays["video_grid_thw"][0, 0])
+        each = [*[IMAGE] * (self.count // frames), *self.between]
+        return (each * frames)[: -len(self.between)]
 
     def at(self, offset: int) -> MediaItem:
         arrays = {name: array_of(tensor) for name, tensor in self.arrays.items()}
         key = hashlib.sha256(b"".join(array.data for array in arrays.values())).hexdigest()
-        return MediaItem(modality=self.modality, key=key, offset=offset, length=self.count, arrays=arrays)
+        tokens = self.tokens
+        mask = bytes([token == IMAGE for token in tokens]) if self.between else b""
+        return MediaItem(
+            modality=self.modality, key=key, offset=offset, length=len(tokens), arrays=arrays, takes_vector=mask
+        )
 
 
 def draw_item(name: str, model: Any, seed: int) -> DrawnItem:
     family = FAMILIES[name]
     arrays = family.draw(torch.Generator().manual_seed(seed))
-    return DrawnItem(family.modality, arrays, vectors_of(model, family.modality, arrays))
+    return DrawnItem(family.modality, arrays, vectors_of(model, family.modality, arrays), family.between)
 
 
 Piece = list[int] | DrawnItem
@@ -353,10 +564,23 @@ def prompt_of(pieces: Sequence[Piece]) -> dict[str, Any]:
     for piece in pieces:
         if isinstance(piece, DrawnItem):
             items.append(piece.at(len(ids)))
-            ids += [IMAGE] * piece.count
+            ids += piece.tokens
         else:
             ids += piece
     return {"prompt_token_ids": ids} | ({"multi_modal_data": tuple(items)} if items else {})
+
+
+def types_of(family: Family, ids: Tensor, num_prompt: int) -> Arrays:
+    is_prompt = torch.arange(ids.shape[1])[None] < num_prompt
+    is_media = (ids == IMAGE) & is_prompt
+    match family.types:
+        case "mm":
+            return {"mm_token_type_ids": is_media.int() * (2 if family.modality == "video" else 1)}
+        case "image":
+            return {"token_type_ids": is_media.long()}
+        case "suffix":
+            return {"token_type_ids": (~is_prompt).long()}
+    return {}
 
 
 def is_greedy(name: str, model: Any, pieces: Sequence[Piece], answer: list[int]) -> bool:
@@ -368,10 +592,7 @@ def is_greedy(name: str, model: Any, pieces: Sequence[Piece], answer: list[int])
     for key in drawn[0].arrays if drawn else ():
         inputs[key] = torch.cat([one.arrays[key] for one in drawn], dims.get(key, 0))
     ids = torch.tensor([prompt["prompt_token_ids"] + answer])
-    if family.needs_types:
-        types = (ids == IMAGE).int() * (2 if family.modality == "video" else 1)
-        types[:, len(prompt["prompt_token_ids"]) :] = 0
-        inputs["mm_token_type_ids"] = types
+    inputs |= types_of(family, ids, len(prompt["prompt_token_ids"]))
     with torch.inference_mode():
         logits = model(input_ids=ids, **inputs).logits[0].clone()
         logits[:, IMAGE] = -torch.inf

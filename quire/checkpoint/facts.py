@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.checkpoint.limits import INT32, check_config, shown
-from quire.checkpoint.media import modalities_of
+from quire.checkpoint.media import both_ways_of, modalities_of
 from quire.schema.errors import CheckpointError
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
@@ -62,6 +62,7 @@ class ModelFacts:
     has_states: bool = False  # some layers have a recurrent state instead of keys and values
     is_multimodal: bool = False
     modalities: tuple[str, ...] = ()  # of media that the model takes
+    both_ways: str = ""  # what attends to itself in both directions: "item", "prompt" (checkpoint/media.py)
 
     @property
     def all_windowed(self) -> bool:
@@ -105,6 +106,7 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
         uses_mla=_number(text, "kv_lora_rank") > 0,
         has_states=model_type in _STATE_TYPES or not _STATE_LAYERS.isdisjoint(layers),
         modalities=modalities_of(config),
+        both_ways=both_ways_of(config),
         is_multimodal=any(config.get(part) for part in _MEDIA_PARTS),
     )
 

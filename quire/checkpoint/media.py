@@ -19,6 +19,21 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "Qwen2_5_VLForConditionalGeneration": (IMAGE, VIDEO),
     "Qwen3VLForConditionalGeneration": (IMAGE, VIDEO),
     "Qwen3VLMoeForConditionalGeneration": (IMAGE, VIDEO),
+    "Glm4vForConditionalGeneration": (IMAGE, VIDEO),
+    "Glm4vMoeForConditionalGeneration": (IMAGE, VIDEO),
+    "Glm46VForConditionalGeneration": (IMAGE, VIDEO),
+    "GlmOcrForConditionalGeneration": (IMAGE,),
+    "Qwen3_5ForConditionalGeneration": (IMAGE, VIDEO),
+    "Qwen3_5MoeForConditionalGeneration": (IMAGE, VIDEO),
+    "Exaone4_5_ForConditionalGeneration": (IMAGE,),
+    "PaddleOCRVLForConditionalGeneration": (IMAGE,),
+    "VideoLlama3ForConditionalGeneration": (IMAGE,),
+    "Kimi_K25ForConditionalGeneration": (IMAGE,),
+    "QianfanOCRForConditionalGeneration": (IMAGE,),
+    "Idefics2ForConditionalGeneration": (IMAGE,),
+    "MiniCPMV4_6ForConditionalGeneration": (IMAGE,),
+    "JanusForConditionalGeneration": (IMAGE,),
+    "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
     "Idefics3ForConditionalGeneration": (IMAGE,),
     "SmolVLMForConditionalGeneration": (IMAGE,),
     "InternVLForConditionalGeneration": (IMAGE,),
@@ -34,13 +49,24 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "Llama4ForConditionalGeneration": (IMAGE,),
     "FuyuForCausalLM": (IMAGE,),
     "LightOnOcrForConditionalGeneration": (IMAGE,),
-    # attends in both directions within an image, which decoders here cannot: text only
-    "Gemma3ForConditionalGeneration": (),
+    "Gemma3ForConditionalGeneration": (IMAGE,),
+    "PaliGemmaForConditionalGeneration": (IMAGE,),
     "VoxtralForConditionalGeneration": (AUDIO,),
     "AudioFlamingo3ForConditionalGeneration": (AUDIO,),
     "Qwen2AudioForConditionalGeneration": (AUDIO,),
+    "GraniteSpeechForConditionalGeneration": (AUDIO,),
+    "GlmAsrForConditionalGeneration": (AUDIO,),
+    "Qwen3ASRForConditionalGeneration": (AUDIO,),
     "WhisperForConditionalGeneration": (AUDIO,),  # read by the model's own encoder
 }
+# take media through code of their own repositories, and transformers has no class for them
+OUTSIDE = frozenset((
+    "UltravoxModel", "KimiVLForConditionalGeneration", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
+    "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
+))  # fmt: skip
+# what attends to itself in both directions: the vectors of an item that follow each other, or the whole prompt
+ITEM, PROMPT = "item", "prompt"
+_BOTH_WAYS = {"Gemma3ForConditionalGeneration": ITEM, "PaliGemmaForConditionalGeneration": PROMPT}
 
 SPEECH_TYPES = frozenset(("whisper", "qwen2_audio"))
 
@@ -55,3 +81,8 @@ def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 def hears_speech(config: Mapping[str, Any]) -> bool:
     """Whether it is known how to ask the model what is said (media/speech)."""
     return str(config.get("model_type")) in SPEECH_TYPES
+
+
+def both_ways_of(config: Mapping[str, Any]) -> str:
+    """ITEM, PROMPT or nothing: attention is causal."""
+    return next((_BOTH_WAYS[name] for name in config.get("architectures") or () if name in _BOTH_WAYS), "")

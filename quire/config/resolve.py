@@ -15,6 +15,7 @@ from quire.base.log import logger
 from quire.base.machine import cpu_flags, cpu_multiplies_bfloat16, find_gpu
 from quire.base.plugins import call_plugins
 from quire.checkpoint.facts import read_facts
+from quire.checkpoint.media import OUTSIDE, PROMPT
 from quire.checkpoint.quantization import Quantization, add_quantization, agrees, has_fp8_cache, read_quantization
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
@@ -123,6 +124,12 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
         raise CheckpointError(f"the configuration of {model.model!r} names no architecture")
     classes = registered(model.model_class_overrides)
     ours = {name: classes[name] for name in facts.architectures if name in classes}
+    if not ours and not model.trust_remote_code and not OUTSIDE.isdisjoint(facts.architectures):
+        raise NotBuiltError(
+            f"{facts.architectures[0]} is not in this version of Quire: it takes media through code of its own "
+            "repository, and transformers has no class for it",
+            param="model",
+        )
     return replace(config, model_config=replace(model, hf_config=raw, facts=facts, model_class_overrides=ours))
 
 
@@ -324,6 +331,8 @@ def _checked_length(length: int, limit: int) -> int:
 def choose_reuse(requested: Requested, config: EngineConfig) -> EngineConfig:
     """Chunked prefill and prefix caching: on. With recurrent states, prefix caching costs memory: only on request."""
     has_states, cache = config.model_config.facts.has_states, config.cache_config
+    if config.model_config.facts.both_ways == PROMPT:
+        return _without_reuse(requested, config)
     changes: dict[str, Any] = {}
     if requested.get("enable_chunked_prefill") is None:
         changes["scheduler_config.enable_chunked_prefill"] = True
@@ -350,6 +359,20 @@ def choose_reuse(requested: Requested, config: EngineConfig) -> EngineConfig:
             value=cache.mamba_cache_mode,
         )
     return replace(config, **changes)
+
+
+def _without_reuse(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """Every token of a prompt reads all others: prompts are computed whole, and none begins with another's keys."""
+    if not config.model_config.takes_encoder:
+        raise NotBuiltError(
+            "language_model_only is not built for a model whose prompts attend to themselves in both directions",
+            param="language_model_only",
+        )
+    for name in ("enable_chunked_prefill", "enable_prefix_caching"):
+        if requested.get(name):
+            log.warning("%s: off (every token of a prompt reads all others)", name)
+    off = {"scheduler_config.enable_chunked_prefill": False, "cache_config.enable_prefix_caching": False}
+    return replace(config, **off)
 
 
 def gpu_batch_defaults(name: str, total_bytes: int) -> tuple[dict[str, int], int]:

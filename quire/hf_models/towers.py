@@ -34,8 +34,8 @@ _CODES = (
 )  # ends of names of quantized weights
 
 
-# arrays whose names differ between processors and encoders
-_ARGUMENTS = {"image_patches": "pixel_values"}
+# arrays whose names differ between processors and encoders, or between encoders of different transformers
+_ARGUMENTS = dict.fromkeys(("image_patches", "pixel_values_images", "pixel_values_videos"), "pixel_values")
 
 
 class Tower:
@@ -86,15 +86,36 @@ def _qwen2_audio(model: Any, input_features: Tensor, feature_attention_mask: Ten
 
 def _llama4(model: Any, pixel_values: Tensor) -> Tensor:
     """The projector is called in the forward pass."""
-    hidden = model.get_image_features(pixel_values=pixel_values).last_hidden_state
+    features, strategy = model.get_image_features, "vision_feature_select_strategy"
+    if strategy in inspect.signature(features).parameters:  # before transformers 5.22
+        features = partial(features, **{strategy: model.config.vision_config.vision_feature_select_strategy})
+    hidden = features(pixel_values=pixel_values).last_hidden_state
     vectors: Tensor = model.multi_modal_projector(hidden.reshape(-1, hidden.shape[-1]))
     return vectors
+
+
+def _onevision_video(model: Any, pixel_values_videos: Tensor) -> Tensor:
+    """Before transformers 5.22 the forward pass adds the vector that ends a video, and the pixels have another name."""
+    features = model.get_video_features
+    if "pixel_values_videos" in inspect.signature(features).parameters:
+        return _vectors(features(pixel_values_videos=pixel_values_videos))
+    vectors = features(pixel_values=pixel_values_videos).pooler_output
+    end = model.image_newline.expand(len(vectors), 1, -1)
+    return _vectors(torch.cat((vectors, end), 1))
+
+
+def _granite_speech(model: Any, input_features: Tensor, input_features_mask: Tensor) -> Tensor:
+    """Padding is masked in the forward pass."""
+    vectors: Tensor = model.get_audio_features(input_features=input_features).pooler_output
+    return vectors[input_features_mask.bool()]
 
 
 # encoders that a class has, all or in part, within its forward pass only
 _ADDED: dict[str, dict[str, Callable[..., Tensor]]] = {
     "Qwen2AudioModel": {"get_audio_features": _qwen2_audio},
     "Llama4ForConditionalGeneration": {"get_image_features": _llama4},
+    "LlavaOnevisionModel": {"get_video_features": _onevision_video},
+    "GraniteSpeechModel": {"get_audio_features": _granite_speech},
 }
 
 

@@ -85,6 +85,15 @@ class RefilledPlan(AttentionPlan, Protocol):
         ...
 
 
+class BothWays(NamedTuple):
+    """Positions of one row that attend to each other in both directions; all that a step computes of them are in it."""
+
+    entry: int  # of the step's rows
+    first: int
+    last: int  # exclusive
+    past_window: bool = False  # a window hides nothing of the range
+
+
 class GroupStep(NamedTuple):
     """What a backend must know of one step to plan one KV group. Rows with query_lens 0 are allowed.
 
@@ -104,6 +113,7 @@ class GroupStep(NamedTuple):
     is_decode: bool = False  # one query per entry: R == T and query_starts is 0, 1, .. R
     host_tables: np.ndarray | None = None  # block_tables as the host knows them; None: it does not
     host_rows: np.ndarray | None = None  # [R] row_index as the host knows it
+    both_ways: Sequence[BothWays] = ()  # for backends that say so (attention/both_ways.py)
     is_static: bool = False  # to be captured; context_lens and query_lens then hold the largest values there can be
 
 

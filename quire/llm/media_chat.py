@@ -36,4 +36,5 @@ def tokenize_media_chat(
     prompt = Prompt(text=text, media=collected.items, media_uuids=collected.given_uuids(), media_options=options)
     loaded = media.loaded(inputs.begin_media(prompt))
     placed = media.place(text, None, loaded, tokenizer, add_special_tokens=False)
+    loaded = loaded._replace(order=placed.order)
     return TokensPrompt(prompt=text, prompt_token_ids=list(placed.token_ids), multi_modal_data=loaded)

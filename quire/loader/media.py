@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.checkpoint.media import both_ways_of
 from quire.layers.vector_places import runs_of_vectors
 from quire.loader.files import find_weights
 from quire.models.build import read_arch
@@ -31,7 +32,7 @@ _NUMPY = {"float32": np.float32, "float64": np.float64, "int64": np.int64, "int3
 
 class TowerEncoder:
     def __init__(self, tower: Tower, raw: Mapping[str, Any], num_channels: int) -> None:
-        self._tower, self.num_channels = tower, num_channels
+        self._tower, self.num_channels, self.both_ways = tower, num_channels, both_ways_of(raw)
         vision = raw.get("vision_config") or {}
         self._merge = int(vision.get("spatial_merge_size") or 2)
         self._per_second = vision.get("tokens_per_second")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -52,12 +53,12 @@ def expand_text(family: Family, text: str, items: Items) -> str:
 
 def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> list[int]:
     """Ids that are expanded already, as transformers' processors write them, stay as they are."""
-    feature_ids = {modality: token_id(tokenizer, family.feature(modality)) for modality in items}
-    expected = {modality: sum(item.num_vectors for item in several) for modality, several in items.items()}
-    counts = {modality: list(ids).count(feature_ids[modality]) for modality in items}
-    if all(counts[modality] == expected[modality] for modality in items) and expected != {
-        modality: len(several) for modality, several in items.items()
-    }:
+    expected, numbers = Counter[int](), Counter[int]()  # by token, which modalities may share
+    for modality, several in items.items():
+        feature = token_id(tokenizer, family.feature(modality))
+        expected[feature] += sum(item.num_vectors for item in several)
+        numbers[feature] += len(several)
+    if expected != numbers and all(list(ids).count(token) == num for token, num in expected.items()):
         return list(ids)
     names = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
     for token, modality in names.items():
@@ -75,13 +76,35 @@ def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: Text
     return out
 
 
-def find_places(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> list[Place]:
-    """The range of an item goes from its first position with a vector to its last. In the order of the prompt."""
+def order_of(family: Family, prompt: str | Sequence[int], items: Items, tokenizer: TextEncoder) -> list[str]:
+    """Modalities of the items of a prompt that is not expanded yet, in their order; of one that
+    is expanded: one modality after the other."""
+    if not items:
+        return []
+    if isinstance(prompt, str):
+        names = {family.placeholders[modality]: modality for modality in items}
+        order = [names[match[0]] for match in re.finditer("|".join(map(re.escape, names)), prompt)]
+    else:
+        ids = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
+        order = [ids[one] for one in prompt if one in ids]
+    counts = {modality: len(several) for modality, several in items.items()}
+    if any(order.count(modality) != count for modality, count in counts.items()):
+        return [modality for modality, count in counts.items() for _ in range(count)]
+    return order
+
+
+def find_places(
+    family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder, order: Sequence[str] = ()
+) -> list[Place]:
+    """The range of an item goes from its first position with a vector to its last. In the order of the prompt, which
+    `order` tells where modalities share a token."""
     places: list[Place] = []
     by_token: dict[int, list[tuple[str, int, int]]] = {}
-    for modality, several in items.items():
-        token = token_id(tokenizer, family.feature(modality))
-        by_token.setdefault(token, []).extend((modality, index, item.num_vectors) for index, item in enumerate(several))
+    tokens = {modality: token_id(tokenizer, family.feature(modality)) for modality in items}
+    numbers = {modality: iter(enumerate(several)) for modality, several in items.items()}
+    for modality in order or [modality for modality, several in items.items() for _ in several]:
+        index, item = next(numbers[modality])
+        by_token.setdefault(tokens[modality], []).append((modality, index, item.num_vectors))
     for token, expected in by_token.items():
         positions = [place for place, one in enumerate(ids) if one == token]
         if len(positions) != sum(num for _, _, num in expected):

@@ -18,7 +18,7 @@ import msgspec
 
 from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
-from quire.media.expand import TextEncoder, expand_ids, expand_text, find_places
+from quire.media.expand import TextEncoder, expand_ids, expand_text, find_places, order_of
 from quire.media.families import family_name, make_family
 from quire.media.families.base import Family, ProcessedItem
 from quire.media.settings import ProcessorFiles
@@ -58,12 +58,14 @@ class LoadedMedia(NamedTuple):
     """What `place` needs, in the order of each modality."""
 
     items: Mapping[str, Sequence[LoadedItem]]
+    order: Sequence[str] = ()  # modalities in the order of the prompt, where that is expanded and does not tell
 
 
 class Placed(NamedTuple):
     text: str | None  # as expanded
     token_ids: tuple[int, ...]
     items: tuple[MediaItem, ...]
+    order: Sequence[str] = ()  # their modalities
 
 
 class MediaInputs:
@@ -226,12 +228,14 @@ class MediaInputs:
         add_special_tokens: bool = True,
     ) -> Placed:
         items = {modality: [one.item for one in several] for modality, several in media.items.items()}
+        prompt = (text or "") if token_ids is None else token_ids
+        order = media.order or order_of(self.family, prompt, items, tokenizer)
         if token_ids is None:
             text = expand_text(self.family, text or "", items)
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             ids = expand_ids(self.family, token_ids, items, tokenizer)
-        places = find_places(self.family, ids, items, tokenizer)
+        places = find_places(self.family, ids, items, tokenizer, order)
         placed = tuple(
             _media_item(
                 media.items[place.modality][place.number],
@@ -242,7 +246,7 @@ class MediaInputs:
             )
             for place in places
         )
-        return Placed(text, tuple(ids), placed)
+        return Placed(text, tuple(ids), placed, order)
 
     def encoder_item(self, media: LoadedMedia) -> MediaItem:
         """The one item that the encoder of an encoder-decoder model reads."""
@@ -266,8 +270,7 @@ def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mas
     arrays = {
         name: array if isinstance(array, ArrayData) else array_data(array) for name, array in loaded.item.arrays.items()
     }
-    kind = "embeds" if loaded.is_embeds else modality
-    return MediaItem(modality=kind, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
+    return MediaItem(modality=modality, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
 
 
 def array_data(array: Any) -> ArrayData:

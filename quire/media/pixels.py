@@ -184,6 +184,14 @@ def grid_of(size: Size, tile: Size, fewest: int, most: int) -> tuple[int, int]:
 # ---- patches --------------------------------------------------------------------------------------------------------
 
 
+def at_least(size: Size, side: int) -> Size:
+    """Enlarged, where one side is shorter than that."""
+    if min(size) >= side:
+        return size
+    scale = max(side / size[0], side / size[1])
+    return int(size[0] * scale), int(size[1] * scale)
+
+
 def rounded_size(size: Size, factor: int, fewest: int, most: int, *, frames: int = 1, group: int = 1) -> Size:
     """Both sides multiples of `factor`, pixels between `fewest` and `most`, proportions nearly preserved. `frames` in
     groups of `group` count towards the pixels."""

@@ -178,18 +178,30 @@ class EncoderCache(WholeItems):
                     param="multi_modal_data",
                 )
 
-    def leave(self, request: Request) -> None:
-        """It runs no longer: it ended or was preempted."""
+    def end(self, request: Request, *, failed: bool = False) -> bool:
+        """It runs no longer: it ended or was preempted. Whether what was computed of it may be wrong: it failed, or its
+        items are in a step whose result is not in, and nobody will ask what became of them."""
+        is_open = request.running and any(
+            item.offset < request.planned and request.computed < item.offset + item.length
+            for item in request.source.media
+        )
+        if failed or (is_open and request.computed < request.planned):
+            self._spoil(request)
+            return True
+        self._leave(request)
+        return False
+
+    def _leave(self, request: Request) -> None:
         for offset in list(self.uses.get(request.id, ())):
             self._release(request.id, offset)
         self.unfinished.discard(request.id)
         self._made_by.pop(request.id, None)
 
-    def spoil(self, request: Request) -> None:
-        """It failed: whatever it used may be the reason, and is encoded again if others need it."""
+    def _spoil(self, request: Request) -> None:
+        """Whatever it used may be wrong, and is encoded again if others need it."""
         for key in {*self.uses.get(request.id, {}).values(), *self._made_by.get(request.id, ())}:
             self._drop(key)
-        self.leave(request)
+        self._leave(request)
 
     def clear(self) -> None:
         """Forget what nobody uses."""

@@ -103,11 +103,10 @@ class Planner:
     def preempt(self, request: Request) -> None:
         """Take everything back; it waits in its old place and starts again from its tokens."""
         self.running.remove(request)
-        self.kv.release(request)
+        spoilt = self.encoder is not None and bool(request.source.media) and self.encoder.end(request)
+        self.kv.release(request, spoilt=spoilt)
         if request.adapter is not None and self.adapters is not None:
             self.adapters.leave(request)
-        if self.encoder is not None and request.source.media:
-            self.encoder.leave(request)
         request.restart()
         request.running = False
         request.epoch += 1

@@ -344,12 +344,13 @@ class Scheduler:
             if request.running:
                 planner.adapters.leave(request)
             planner.adapters.end_request(request)
+        spoilt = error is not None
         if planner.encoder is not None and request.source.media:
-            planner.encoder.leave(request) if error is None else planner.encoder.spoil(request)
+            spoilt = planner.encoder.end(request, failed=spoilt)
         if request.running:
             planner.running.remove(request)
             planner.left.append(request.id)
-            self.kv.release(request, spoilt=error is not None)
+            self.kv.release(request, spoilt=spoilt)
         else:
             planner.waiting.remove(request)
         request.running = False

@@ -113,7 +113,7 @@ class SchedulerSettings:
             hash_seed=_hash_seed(),
             events=events is not None and events.publishes,
             encoder_tokens=_encoder_tokens(config, max_model_len),
-            whole_media=options.disable_chunked_mm_input,
+            whole_media=options.disable_chunked_mm_input or bool(config.model_config.facts.both_ways),
             max_loras=0 if lora is None else lora.max_loras,
             max_cpu_loras=0 if lora is None else lora.max_cpu_loras or lora.max_loras,
         )

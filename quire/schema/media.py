@@ -18,7 +18,7 @@ class ArrayData(msgspec.Struct, frozen=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    modality: str  # "image", "video", "audio" or "embeds"
+    modality: str  # "image", "video", "audio", or "embeds": of a prompt
     key: str  # of content and processing: equal keys mean equal vectors
     offset: int  # first prompt position of its range
     length: int  # positions of its range

@@ -89,7 +89,7 @@ class DeviceInputs:
                 step = GroupStep(
                     block_tables=mirror, query_starts=views[4], context_lens=lens, query_lens=counts, slots=slots,
                     row_index=views[2], contexts=views[3], is_decode=is_decode, host_tables=table.host,
-                    host_rows=shape.rows,
+                    host_rows=shape.rows, both_ways=shape.both_ways,
                 )  # fmt: skip
             plans.append(backend.plan(step, table.group))
             steps.append(step)
@@ -99,7 +99,7 @@ class DeviceInputs:
 
     def holds(self, shape: StepShape, *, adapters: bool = False) -> bool:
         """Whether graphs, with or without adapters, have a place for everything that this step brings."""
-        if shape.vectors is not None or shape.encoder_lens is not None:
+        if shape.vectors is not None or shape.encoder_lens is not None or shape.both_ways:
             return False
         if shape.adapters is not None and not adapters:
             return False

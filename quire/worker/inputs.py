@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
-from quire.layers.batch import AttentionPlan, Batch, GivenVectors, GroupStep
+from quire.layers.batch import AttentionPlan, Batch, BothWays, GivenVectors, GroupStep
 from quire.ops.copy import upload
 from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVKind
@@ -43,6 +43,7 @@ class StepShape:
     adapters: np.ndarray | None = None  # [R] int32, 0: none; None: no row of the step has one
     channels: np.ndarray | None = None  # [C, T] positions; None: one channel
     vectors: StepVectors | None = None  # in place of token embeddings
+    both_ways: tuple[BothWays, ...] = ()  # positions that attend to each other in both directions
 
 
 def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
@@ -65,6 +66,7 @@ def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
                 context_lens=contexts.tolist(),
                 query_lens=shape.counts.tolist(),
                 slots=_slots(table, token_rows, positions, device),
+                both_ways=shape.both_ways,
             )
         plans.append(backend.plan(step, table.group))
         steps.append(step)
@@ -169,6 +171,7 @@ def _with_extras(shape: StepShape, rows: Rows) -> StepShape:
         shape,
         channels=rows.extras.channels_of(names, shape.counts, places_of(shape)[1]),
         vectors=rows.extras.vectors_of(names, shape.starts, shape.counts),
+        both_ways=rows.extras.both_ways_of(names, shape.starts, shape.counts),
     )
 
 

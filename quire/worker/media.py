@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from quire.base.log import logger
-from quire.layers.vector_places import places_of_vectors
+from quire.checkpoint.media import ITEM, PROMPT
+from quire.layers.vector_places import places_of_vectors, runs_of_vectors
 from quire.schema.media import ArrayData, MediaItem
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.rows import Rows
@@ -35,6 +36,7 @@ class MediaEncoder(Protocol):
     """A model's towers: what is in an item -> one vector for each of its positions that takes one."""
 
     num_channels: int  # of positions; 0: one
+    both_ways: str  # what attends to itself in both directions: "", "item" or "prompt" (checkpoint/media.py)
 
     def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
         """[n, width of the embedding], on the device of the model."""
@@ -62,6 +64,7 @@ class OwnEncoder:
     """The encoder of an encoder-decoder model, which is loaded with the model."""
 
     num_channels = 0
+    both_ways = ""
 
     def __init__(self, model: EncodesItems) -> None:
         self._model = model
@@ -85,6 +88,7 @@ class WorkerMedia:
         `answers` False: what is lost here is told by another rank, which learns of it from numbers that are none."""
         self._encoder, self._rows, self._width, self._dtype = encoder, rows, width, dtype
         self._embeds, self._answers = embeds, answers
+        self._both_ways = "" if encoder is None else encoder.both_ways
         self.failed: dict[str, str] = {}  # key -> why there are no vectors
 
     def follow(self, plan: StepPlan) -> dict[str, str]:
@@ -106,7 +110,7 @@ class WorkerMedia:
                     continue
                 self.failed[new.item.key] = lost[new.request_id] = reason
         for row in () if self._rows.has_cross else plan.joined:
-            if row.media:
+            if row.media or self._both_ways == PROMPT:
                 try:
                     self._place(row)
                 except Exception as wrong:  # noqa: BLE001  # of grids that a request sent
@@ -126,12 +130,17 @@ class WorkerMedia:
         if self._encoder is not None and self._encoder.num_channels:
             known, shift = self._encoder.channels(row.num_prompt_tokens, row.media)
             extras.set_channels(row.request_id, known, shift)
+        if self._both_ways == PROMPT:
+            extras.set_both_ways(row.request_id, ((0, row.num_prompt_tokens),), past_window=True)
+        elif self._both_ways == ITEM:
+            images = [item for item in row.media if item.modality != EMBEDS]
+            extras.set_both_ways(row.request_id, [run for item in images for run in runs_of_vectors(item)])
 
     @torch.inference_mode()
     def _encode(self, item: MediaItem) -> Tensor:
         device = self._rows.tokens.device
         arrays = {name: tensor_of(array).to(device) for name, array in item.arrays.items()}
-        if item.modality == EMBEDS:
+        if EMBEDS in arrays:
             vectors = arrays[EMBEDS]
             vectors = torch.nn.functional.pad(vectors, (0, self._width - vectors.shape[-1]))  # for later layers: none
         elif self._encoder is None:

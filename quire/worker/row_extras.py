@@ -1,9 +1,10 @@
-"""What some requests bring beside their tokens: vectors in place of embeddings, and positions of several channels.
+"""What some requests bring beside their tokens: vectors in place of embeddings, positions of several channels, and
+ranges of positions that attend to each other in both directions.
 
-Owns both by request, for as long as it has a row. In: which of its positions take vectors, and the key of those, whose
-vectors (of encoded media or given embeddings, on the device that computes) somebody else keeps; channels of positions
-(M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings any, nothing is looked up. Must
-not know: who made them, models.
+Owns all of it by request, for as long as it has a row. In: which of its positions take vectors, and the key of those,
+whose vectors (of encoded media or given embeddings, on the device that computes) somebody else keeps; channels of
+positions (M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings any, nothing is
+looked up. Must not know: who made them, models.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from quire.layers.batch import BothWays
 
 
 class StepVectors(NamedTuple):
@@ -33,15 +36,21 @@ class _PlacedVectors(NamedTuple):
     key: str  # of the [n, width] vectors that stand there
 
 
+class _RowRanges(NamedTuple):
+    ranges: Sequence[tuple[int, int]]
+    past_window: bool
+
+
 class RowExtras:
     def __init__(self, encoded: Mapping[str, Tensor]) -> None:
         """`encoded`: vectors by key, of every item whose positions a step computes."""
         self._encoded = encoded
         self._places: dict[str, list[_PlacedVectors]] = {}  # by request
         self._channels: dict[str, _Channels] = {}
+        self._both_ways: dict[str, _RowRanges] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._places or self._channels)
+        return bool(self._places or self._channels or self._both_ways)
 
     def place(self, request_id: str, positions: np.ndarray, key: str) -> None:
         """The vectors of this key stand at these positions, in place of token embeddings."""
@@ -57,8 +66,14 @@ class RowExtras:
             raise RuntimeError(f"request {request_id!r} has {len(known)} channels of positions, others {have.pop()}")
         self._channels[request_id] = _Channels(known, shift)
 
+    def set_both_ways(self, request_id: str, ranges: Sequence[tuple[int, int]], *, past_window: bool = False) -> None:
+        """[first, last) of positions that attend to each other in both directions; `past_window`: whatever the
+        window of a layer is."""
+        self._both_ways[request_id] = _RowRanges(ranges, past_window)
+
     def forget(self, request_id: str) -> None:
         self.forget_vectors(request_id)
+        self._both_ways.pop(request_id, None)
         self._channels.pop(request_id, None)
 
     def forget_vectors(self, request_id: str) -> None:
@@ -77,6 +92,20 @@ class RowExtras:
         if not places:
             return None
         return StepVectors(np.concatenate(places), vectors[0] if len(vectors) == 1 else torch.cat(vectors))
+
+    def both_ways_of(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray) -> tuple[BothWays, ...]:
+        """Ranges with positions in this step."""
+        if not self._both_ways:
+            return ()
+        ranges = []
+        for entry, (name, start, count) in enumerate(zip(names, starts.tolist(), counts.tolist(), strict=True)):
+            own = self._both_ways.get(name)
+            for first, last in () if own is None else own.ranges:
+                if first < start + count and start < last:
+                    if start + count < last:
+                        raise RuntimeError(f"a plan cuts positions {first} to {last - 1} of request {name!r}")
+                    ranges.append(BothWays(entry, first, last, own is not None and own.past_window))
+        return tuple(ranges)
 
     def channels_of(self, names: Sequence[str], counts: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
         """[C, T] of all tokens of a step; None: none of these rows has any. Rows without channels: their positions."""

@@ -256,6 +256,10 @@ class Worker:
         """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
+        if self._encoder is not None and self._encoder.both_ways:
+            from quire.attention.both_ways import WithBothWays  # lazy
+
+            backend = WithBothWays.over(backend, self._specs)
         kv = KVMemory(layout, self.device)
         scaled = self._scaled = scaled_caches(kv.bind(backend, model))
         set_scales(scaled, self._kv_scales)

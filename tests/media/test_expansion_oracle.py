@@ -16,6 +16,7 @@ from quire.media.expand import expand_ids, expand_text, find_places
 from quire.media.families import make_family
 from quire.media.families.base import Family
 from quire.media.settings import ProcessorFiles
+from quire.media.video import Video
 from quire.text.tokenizer import load_tokenizer
 from tests.media.test_pixels_oracle import CLIP, picture
 from tests.media.tokens import write_tokenizer
@@ -43,6 +44,14 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any], dict[str, Any], dict[
         {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64}}, {}, {},
     ),
     "qwen2.5 vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil", {}, {}, {}),
+    "glm 4.1v": (
+        "glm4v", "Glm4vProcessor", "glm4v", "Glm4vImageProcessorPil",
+        {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64}}, {}, {},
+    ),
+    "qianfan ocr": (
+        "qianfan_ocr", "QianfanOCRProcessor", "got_ocr2", "GotOcr2ImageProcessorPil",
+        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 4}, {"image_seq_length": 4}, {},
+    ),
     "gemma 3": (
         "gemma3", "Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil", {"size": {"height": 56, "width": 56}},
         {"image_seq_length": 9}, {},
@@ -71,7 +80,8 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any], dict[str, Any], dict[
         {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 4}, {"image_seq_length": 4}, {},
     ),
 }  # fmt: skip
-FEATURES = {"gemma3": "<image_soft_token>"}
+TOKENS = {"gemma3": "<start_of_image>", "pixtral": "[IMG]", "internvl": "<IMG_CONTEXT>", "glm4v": "<|image|>"}
+TOKENS["qianfan_ocr"] = "<IMG_CONTEXT>"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +113,7 @@ def replacements(
         if module == "pixtral":  # which imports torchvision for a method that is not called
             patch.setattr("transformers.utils.is_vision_available", lambda: False)
         kind = getattr(importlib.import_module(f"transformers.models.{module}.processing_{module}"), cls)
-    token = {"gemma3": "<start_of_image>", "pixtral": "[IMG]", "internvl": "<IMG_CONTEXT>"}.get(module, "<image>")
+    token = TOKENS.get(module, "<image>")
     soft = "<image_soft_token>" * own.get("image_seq_length", 0)
     me = SimpleNamespace(
         image_token="<|image_pad|>" if module.startswith("qwen") else token, image_processor=images,
@@ -200,3 +210,42 @@ def test_qwen2_audio(folder: Any, seconds: float) -> None:
     arrays = items["audio"][0].arrays
     np.testing.assert_allclose(arrays["input_features"], np.asarray(expected["input_features"]), atol=3e-4)
     np.testing.assert_array_equal(arrays["feature_attention_mask"], np.asarray(expected["feature_attention_mask"]))
+
+
+VIDEOS = {
+    "Qwen3VLProcessor": ("qwen3_vl", "<|video_pad|>", {"vision_start_token": "<|vision_start|>",
+                                                       "vision_end_token": "<|vision_end|>"}),
+    "Glm4vProcessor": ("glm4v", "<|video|>", {}),
+    "Glm46VProcessor": ("glm46v", "<|video|>", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num", [1, 4, 5])
+@pytest.mark.parametrize("cls", VIDEOS)
+def test_times_between_frames_equal_transformers(folder: Any, cls: str, num: int) -> None:
+    """What stands for a video, from the grid that was made of it."""
+    from transformers.video_utils import VideoMetadata
+
+    module, token, more = VIDEOS[cls]
+    kind = getattr(importlib.import_module(f"transformers.models.{module}.processing_{module}"), cls)
+    indices = [round(7.3 * index) for index in range(num)]
+    frames = [picture(64, 48)] * num
+    settings = {"patch_size": 14, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}}
+    family = make_family(cls, ProcessorFiles(parts={"video": settings}))
+    video = Video(frames, indices, 12.5, 100)
+    item = family.process("video", video, {}, 1)
+    metadata = VideoMetadata(total_num_frames=100, fps=12.5, frames_indices=indices)
+    me = SimpleNamespace(
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2), video_token=token,
+        image_token="<|image|>", **more,
+    )  # fmt: skip
+    for name in ("replace_frame_token_id", "_calculate_timestamps"):
+        if hasattr(kind, name):
+            setattr(me, name, getattr(kind, name).__get__(me))
+    inputs = {"video_grid_thw": item.arrays["video_grid_thw"], "video_metadata": [metadata]}
+    assert item.text == kind.replace_video_token(me, inputs, 0)
+    ours = load_tokenizer(str(folder))
+    ids = ours.encode(expand_text(family, f"USER: {token} the", {"video": [item]}))
+    (place,) = find_places(family, ids, {"video": [item]}, ours)
+    assert sum(place.takes_vector or bytes([1]) * place.length) == item.num_vectors
+    assert item.text.count(family.feature("video")) == item.num_vectors

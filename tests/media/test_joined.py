@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,8 @@ from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
 from tests.media.test_pixels_oracle import picture
-from tests.media.tokens import write_tokenizer
+from tests.media.tokens import SPECIAL, write_tokenizer
+from tests.server.live import live
 
 NUM = 6
 VISION: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -78,6 +81,43 @@ def mistral3(vocab: Tokenizer) -> Any:
     )  # fmt: skip
 
 
+def gemma3(vocab: Tokenizer) -> Any:
+    return tf.Gemma3Config(
+        vision_config=tf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7), mm_tokens_per_image=4,
+        text_config=tf.Gemma3TextConfig(**text(vocab), head_dim=16, sliding_window=16),
+        image_token_id=vocab.token_to_id("<image_soft_token>"), tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def paligemma(vocab: Tokenizer) -> Any:
+    return tf.PaliGemmaConfig(
+        vision_config=tf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7, projection_dim=64),
+        text_config=tf.GemmaConfig(**text(vocab), head_dim=16), image_token_index=vocab.token_to_id("<image>"),
+        projection_dim=64, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def glm4v(vocab: Tokenizer) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
+    return tf.Glm4vConfig(
+        vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4,
+                           patch_size=14, image_size=56),
+        text_config=text(vocab, rope_parameters=rope), tie_word_embeddings=False,
+        image_token_id=vocab.token_to_id("<|image|>"), video_token_id=vocab.token_to_id("<|video|>"),
+    )  # fmt: skip
+
+
+def qwen3_vl(vocab: Tokenizer) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    return tf.Qwen3VLConfig(
+        vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4,
+                           patch_size=14, num_position_embeddings=16, deepstack_visual_indexes=[0]),
+        text_config=text(vocab, rope_parameters=rope, head_dim=16), image_token_id=vocab.token_to_id("<|image_pad|>"),
+        video_token_id=vocab.token_to_id("<|video_pad|>"), vision_start_token_id=vocab.token_to_id("<|vision_start|>"),
+        vision_end_token_id=vocab.token_to_id("<|vision_end|>"), tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 # configuration, class, processor's own settings, settings of the image processor, what a template writes for an item
 CASES: dict[str, tuple[Callable[[Tokenizer], Any], str, dict[str, Any], dict[str, Any], str]] = {
@@ -92,6 +132,12 @@ CASES: dict[str, tuple[Callable[[Tokenizer], Any], str, dict[str, Any], dict[str
     ),
     "idefics3": (idefics3, "Idefics3ForConditionalGeneration", {}, {"size": {"longest_edge": 64}}, "<image>"),
     "internvl": (internvl, "InternVLForConditionalGeneration", {}, {"max_patches": 3}, "<IMG_CONTEXT>"),
+    "gemma 3": (gemma3, "Gemma3ForConditionalGeneration", {"image_seq_length": 4}, {}, "<start_of_image>"),
+    "paligemma": (paligemma, "PaliGemmaForConditionalGeneration", {}, {}, "<image>"),
+    "glm 4.1v": (
+        glm4v, "Glm4vForConditionalGeneration", {}, {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}},
+        "<|begin_of_image|><|image|><|end_of_image|>",
+    ),
     "mistral 3": (
         mistral3, "Mistral3ForConditionalGeneration", {"spatial_merge_size": 2, "patch_size": 7}, {}, "[IMG]",
     ),
@@ -113,6 +159,11 @@ CASES["qwen2 vl, video"] = (
     *CASES["qwen2 vl"][:3], {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 8},
     "<|vision_start|><|video_pad|><|vision_end|>",
 )  # fmt: skip
+CASES["glm 4.1v, video"] = (*CASES["glm 4.1v"][:4], "<|begin_of_video|><|video|><|end_of_video|>")
+CASES["qwen3 vl, video"] = (
+    qwen3_vl, "Qwen3VLForConditionalGeneration", {},
+    {"patch_size": 14, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}}, "<|video_pad|>",
+)  # fmt: skip
 CASES["qwen2 audio"] = (
     qwen2_audio, "Qwen2AudioForConditionalGeneration", {}, {"feature_size": 16, "chunk_length": 2},
     "<|audio_bos|><|AUDIO|><|audio_eos|>",
@@ -127,13 +178,16 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     torch.manual_seed(3)
     model = getattr(tf, cls)(configure(vocab)).eval().float()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1 and not weight.any():  # Gemma 3's projection, as it is made
+                weight.normal_(std=0.2)
     model.save_pretrained(tmp_path)
     (tmp_path / "processor_config.json").write_text(json.dumps({"patch_size": None, **own}))
     for kind in ("preprocessor", "video_preprocessor"):
         (tmp_path / f"{kind}_config.json").write_text(json.dumps(settings))
     item = ITEMS[modality]
-    special = [vocab.token_to_id(one) for one in ("<image>", "<video>", "<|image_pad|>", "<|video_pad|>", "[IMG]",
-                                                  "<IMG_CONTEXT>", "<|vision_start|>", "<|AUDIO|>")]  # fmt: skip
+    special = [vocab.token_to_id(one) for one in SPECIAL]
     params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
                             logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
@@ -144,10 +198,12 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
         assert media.cache.hits
     known = {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
     ids = torch.tensor([output.prompt_token_ids])
-    if cls == "Qwen2VLForConditionalGeneration":
-        types = [(ids == vocab.token_to_id(f"<|{kind}_pad|>")).long() for kind in ("image", "video")]
-        known["mm_token_type_ids"] = types[0] + 2 * types[1]
+    if any("grid_thw" in key for key in known):
+        is_media = (ids == vocab.token_to_id(f"<|{modality}_pad|>")) | (ids == vocab.token_to_id("<|image|>"))
+        known["mm_token_type_ids"] = is_media.long() * (2 if modality == "video" else 1)
         known.pop("second_per_grid_ts", None)
+    elif "Gemma" in cls:
+        known["token_type_ids"] = (ids == vocab.token_to_id("<image_soft_token>")).long()
 
     def answered(inputs: dict[str, Any]) -> tuple[list[int], float]:
         """The answer, and the log probability of its first token before any bias."""
@@ -165,3 +221,80 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     assert ours.logprobs[0][expected[0]].logprob == pytest.approx(logprob, abs=1e-4)
     other = {key: -one if one.is_floating_point() else one for key, one in known.items()}
     assert abs(answered(other)[1] - logprob) > 1e-3  # the item matters
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}{% if part.type in ('image', 'video') %}"
+    "<|begin_of_{{ part.type }}|><|{{ part.type }}|><|end_of_{{ part.type }}|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
+    """GLM writes both with one token: which item is which is known from the order of the prompt, here of chat parts."""
+    write_tokenizer(tmp_path, chat_template=TEMPLATE)
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    torch.manual_seed(3)
+    model = tf.Glm4vForConditionalGeneration(glm4v(vocab)).eval().float()
+    model.save_pretrained(tmp_path)
+    settings = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}}
+    for kind in ("preprocessor", "video_preprocessor"):
+        (tmp_path / f"{kind}_config.json").write_text(json.dumps(settings))
+    params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True,
+                            logit_bias={vocab.token_to_id(one): -100.0 for one in SPECIAL})  # fmt: skip
+    data = {"image": ITEMS["image"], "video": FRAMES}
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+        parts = [{"type": "text", "text": "a "}, {"type": "video", "video": FRAMES}, {"type": "text", "text": " then "},
+                 {"type": "image_pil", "image_pil": ITEMS["image"]}]  # fmt: skip
+        (output,) = llm.chat([{"role": "user", "content": parts}], params)
+        media = llm.llm_engine.front.inputs.media
+        items = media.loaded(media.load(data)).items
+    known = {key: torch.from_numpy(np.array(array)) for several in items.values() for one in several
+             for key, array in one.item.arrays.items() if key != "second_per_grid_ts"}  # fmt: skip
+    ids = torch.tensor([output.prompt_token_ids])
+    is_media = ids == vocab.token_to_id("<|image|>")
+    order = is_media.cumsum(-1)
+    num = items["video"][0].item.num_vectors
+    known["mm_token_type_ids"] = is_media.long() * torch.where(order <= num, 2, 1)
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(ids)
+        parts = (
+            model.model.get_video_features(known["pixel_values_videos"], known["video_grid_thw"]).pooler_output,
+            model.model.get_image_features(known["pixel_values"], known["image_grid_thw"]).pooler_output,
+        )
+        embeds[is_media] = torch.cat([one for part in parts for one in part])
+        positions, _ = model.model.get_rope_index(
+            ids, known["mm_token_type_ids"], known["image_grid_thw"], known["video_grid_thw"]
+        )
+        logits = model(inputs_embeds=embeds, position_ids=positions).logits[0, -1]
+        logits[[vocab.token_to_id(one) for one in SPECIAL]] = -torch.inf
+    assert int(logits.argmax()) == output.outputs[0].token_ids[0]
+
+
+def test_gemma_3_over_http(tmp_path: Path) -> None:
+    """An image part of a chat: the words that LLM.chat says, which tests above compare."""
+    write_tokenizer(tmp_path, chat_template=TEMPLATE.replace(
+        "<|begin_of_{{ part.type }}|><|{{ part.type }}|><|end_of_{{ part.type }}|>", "<start_of_image>"))  # fmt: skip
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    torch.manual_seed(3)
+    model = tf.Gemma3ForConditionalGeneration(gemma3(vocab)).eval().float()
+    with torch.no_grad():
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.2)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+    engine = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 2}
+    text_part, out = {"type": "text", "text": "What is shown?"}, io.BytesIO()
+    ITEMS["image"].save(out, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True)
+    with LLM(str(tmp_path), **engine) as llm:
+        (expected,) = llm.chat(
+            [{"role": "user", "content": [{"type": "image_pil", "image_pil": ITEMS["image"]}, text_part]}], params
+        )
+    assert expected.prompt_token_ids.count(vocab.token_to_id("<image_soft_token>")) == 4
+    content = [{"type": "image_url", "image_url": {"url": url}}, text_part]
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": NUM, "ignore_eos": True}
+    with live(str(tmp_path), engine=engine) as server:
+        answer = server.post("/v1/chat/completions", body).json()
+    assert answer["choices"][0]["message"]["content"] == expected.outputs[0].text
+    assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)

@@ -44,6 +44,19 @@ CASES = {
         {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}, "image_mean": [0.5] * 3,
          "image_std": [0.5] * 3}, {}, {},
     ),
+    "glm 4.1v": (
+        "Glm4vProcessor", "glm4v", "Glm4vImageProcessorPil",
+        {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 100}}, {}, {},
+    ),
+    "videollama 3": (
+        "VideoLlama3Processor", "video_llama_3", "VideoLlama3ImageProcessorPil",
+        {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}, "merge_size": 2}, {}, {},
+    ),
+    "paddleocr vl": (
+        "PaddleOCRVLProcessor", "paddleocr_vl", "PaddleOCRVLImageProcessorPil",
+        {"size": {"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 64}}, {}, {},
+    ),
+    "glm 4.6v": ("Glm46VProcessor", "glm46v", "Glm46VImageProcessorPil", {}, {}, {}),
     "gemma 3": ("Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil", {"size": {"height": 56, "width": 56}}, {}, {}),
     "gemma 3, crops": (
         "Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil",
@@ -96,7 +109,7 @@ def test_pixels_equal_transformers(name: str) -> None:
         image = picture(width, height)
         ours = family.process("image", image, options, 1)
         expected = theirs(image, **options, return_tensors="np")
-        for key in ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask"):
+        for key in ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "image_merge_sizes"):
             if key not in expected:
                 assert key not in ours.arrays
                 continue

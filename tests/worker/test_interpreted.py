@@ -28,17 +28,37 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arch",
-    ["Qwen3ForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM"],
-)
-def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_gpu_steps(monkeypatch: pytest.MonkeyPatch) -> list[UncapturedGraphs]:
+    """Workers that are made from here on take steps as on a GPU; their graphs."""
     from quire.attention.state import WithStates
     from quire.attention.triton import TritonAttention
     from quire.worker import worker as module
     from quire.worker.capture import Capturer
     from quire.worker.device_inputs import DeviceInputs
 
+    used: list[UncapturedGraphs] = []
+    plain = module.Worker.init_kv
+
+    def init_kv(self: module.Worker, layout: object) -> None:
+        self._parts = dataclasses.replace(self._parts, select_backend=lambda *_: WithStates(TritonAttention()))
+        plain(self, layout)
+        runner = self.model_runner
+        runner.inputs = DeviceInputs(runner.rows, 64)
+        capturer = Capturer(torch.device("cpu"))
+        runner.graphs = UncapturedGraphs(
+            (1, 2, 4), runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=64
+        )
+        used.append(runner.graphs)
+
+    monkeypatch.setattr(module.Worker, "init_kv", init_kv)
+    return used
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["Qwen3ForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM"],
+)
+def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny(arch, tmp_path)
     rng = random.Random(1)
     prompts = [[rng.randrange(4, VOCAB) for _ in range(count)] for count in (3, 20, 9, 31)]
@@ -51,21 +71,24 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
         return found
 
     wanted = generate()
-    used: list[UncapturedGraphs] = []
-    plain = module.Worker.init_kv
-
-    def init_kv(self: module.Worker, layout: object) -> None:
-        """As on a GPU."""
-        self._parts = dataclasses.replace(self._parts, select_backend=lambda *_: WithStates(TritonAttention()))
-        plain(self, layout)
-        runner = self.model_runner
-        runner.inputs = DeviceInputs(runner.rows, 64)
-        capturer = Capturer(torch.device("cpu"))
-        runner.graphs = UncapturedGraphs(
-            (1, 2, 4), runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=64
-        )
-        used.append(runner.graphs)
-
-    monkeypatch.setattr(module.Worker, "init_kv", init_kv)
+    used = use_gpu_steps(monkeypatch)
     assert generate() == wanted
     assert used[0].used > 3
+
+
+def test_images_that_attend_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's, beside transformers."""
+    from tests.media_models import IMAGE, draw_item, is_greedy, make_model, prompt_of
+
+    name = "Gemma3ForConditionalGeneration"
+    model = make_model(name, tmp_path)
+    a, b = (draw_item(name, model, seed) for seed in (1, 2))
+    rng = random.Random(1)
+    before, after = ([rng.randrange(4, IMAGE) for _ in range(count)] for count in (3, 5))
+    pieces = [[before, a, after], [after, b, before, a, [7]], [after + before]]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={IMAGE: -100.0})
+    use_gpu_steps(monkeypatch)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        outputs = llm.generate([prompt_of(one) for one in pieces], params, use_tqdm=False)
+    for one, output in zip(pieces, outputs, strict=True):
+        assert is_greedy(name, model, one, list(output.outputs[0].token_ids))

@@ -1,5 +1,5 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos at about their own size, in patches that are merged two by
-two."""
+two; and models that take images in nearly the same way (VideoLLaMA 3, PaddleOCR-VL)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.media.video import Video
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_STEPS = {
+STEPS = {
     "do_resize": True,
     "resample": BICUBIC,
     "do_rescale": True,
@@ -30,14 +30,14 @@ _STEPS = {
 }
 _PIXELS = ("min_pixels", "max_pixels")
 _FRAMES = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
-_FPS = 24.0  # of a video that does not say
+FPS = 24.0  # of a video that does not say
 
 
 class Qwen2VL(Family):
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     image_edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     video_edges = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
-    steps = _STEPS
+    steps = STEPS
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -60,8 +60,12 @@ class Qwen2VL(Family):
         size = self._size((image.height, image.width), settings, 1)
         flat, grid = self._patches([image], size, settings)
         num = grid[1] * grid[2] // settings.whole("merge_size") ** 2
-        arrays = {"pixel_values": flat, "image_grid_thw": np.array([grid], np.int64)}
+        arrays = {"pixel_values": flat, "image_grid_thw": np.array([grid], np.int64), **self._further(settings)}
         return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+    def _further(self, settings: Settings) -> dict[str, Array]:
+        """Of an image, what the encoder reads besides."""
+        return {}
 
     def _video(self, video: Video, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
@@ -117,15 +121,13 @@ class Qwen3VL(Qwen2VL):
 
     image_edges = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
     video_edges = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
-    steps = {**_STEPS, "patch_size": 16, "image_mean": HALF, "image_std": HALF}
+    steps = {**STEPS, "patch_size": 16, "image_mean": HALF, "image_std": HALF}
 
     def _size(self, size: Size, settings: Settings, frames: int) -> Size:
         if frames == 1:
             return super()._size(size, settings, frames)
         factor = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64)
-        if min(size) < factor:
-            scale = max(factor / size[0], factor / size[1])
-            size = int(size[0] * scale), int(size[1] * scale)
+        size = pixels.at_least(size, factor)
         fewest, most = self._limits(settings)
         depth = settings.whole("temporal_patch_size")
         return pixels.rounded_size(size, factor, fewest, most, frames=frames, group=depth)
@@ -133,9 +135,48 @@ class Qwen3VL(Qwen2VL):
     def _video_text(self, video: Video, num: int, each: int, depth: int) -> str:
         indices = list(video.indices)
         indices += indices[-1:] * (-len(indices) % depth)
-        times = [index / (video.fps or _FPS) for index in indices]
+        times = [index / (video.fps or FPS) for index in indices]
         text = ""
         for place in range(num):
             time = (times[place * depth] + times[place * depth + depth - 1]) / 2
             text += f"<{time:.1f} seconds><|vision_start|>{self.placeholders['video'] * each}<|vision_end|>"
         return text
+
+
+class VideoLlama3(Qwen2VL):
+    """Its images only: the frames of a video are thinned out by what they show, which is not built."""
+
+    placeholders = {"image": "<|image_pad|>"}
+    steps = {**STEPS, "image_mean": HALF, "image_std": HALF, "temporal_patch_size": 1, "merge_size": 1}
+
+    def written(self, modality: str, number: int) -> str:
+        return self.placeholders[modality]
+
+    def _further(self, settings: Settings) -> dict[str, Array]:
+        import numpy as np  # lazy
+
+        return {"image_merge_sizes": np.array([settings.whole("merge_size")], np.int64)}
+
+
+class PaddleOCRVL(Qwen2VL):
+    """Patches are not flat, and lie in the order of the image: the projector merges them."""
+
+    placeholders = {"image": "<|IMAGE_PLACEHOLDER|>"}
+    image_edges = {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}
+    steps = {**STEPS, "temporal_patch_size": 1}
+
+    def written(self, modality: str, number: int) -> str:
+        return f"<|IMAGE_START|>{self.placeholders[modality]}<|IMAGE_END|>"
+
+    def _size(self, size: Size, settings: Settings, frames: int) -> Size:
+        side, (height, width) = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64), size
+        if height < side:
+            height, width = side, round(width * side / height)
+        if width < side:
+            height, width = round(height * side / width), side
+        return super()._size((height, width), settings, frames)
+
+    def _patches(self, frames: list[Image], size: Size, settings: Settings) -> tuple[Array, tuple[int, int, int]]:
+        patch, single = settings.whole("patch_size"), Settings({**settings.values, "merge_size": 1}, settings.further)
+        flat, grid = super()._patches(frames, size, single)
+        return flat.reshape(len(flat), -1, patch, patch), grid

@@ -134,7 +134,7 @@ class InternVL(Family):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
         import numpy as np  # lazy
 
-        token = self.placeholders["image"]
+        token = self.feature("image")
         if modality == "video":
             settings = self.video.over(options)
             size, filter_ = settings.box("size"), settings.filter(BICUBIC)
@@ -161,6 +161,11 @@ class InternVL(Family):
         large = pixels.planes(pixels.resize(image, (rows * size[0], columns * size[1]), filter_))
         tiles = pixels.tiles(large, size)
         return tiles if len(tiles) == 1 else [*tiles, whole]
+
+
+class QianfanOCR(InternVL):
+    placeholders = {"image": "<image>"}
+    features = {"image": "<IMG_CONTEXT>"}
 
 
 def _first(value: Any, default: int) -> int:

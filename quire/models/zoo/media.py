@@ -45,19 +45,38 @@ TEXT_TYPES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "persimmon": "PersimmonForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
+    "glm4v": "Glm4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm4v_moe": "Glm4MoeForCausalLM",
+    "glm_ocr_text": "Glm4ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "exaone4_5_text": "Exaone4ForCausalLM",
+    "paddleocr_vl_text": "LlamaForCausalLM",
+    "paddleocr_vl": "LlamaForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 # what these language models do whatever their configuration says of it
-_FIXED: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+_FIXED: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "glm4v_text": {"attention_bias": True},
+    "glm_ocr_text": {"attention_bias": False},
+}
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 # what checkpoints put before the names of the language model's weights
 NAMES = (
     (r"^(?:model\.)?language_model\.(?:model\.)*lm_head\.", "lm_head."),
+    # as transformers writes Kimi-K2.5 and Qianfan-OCR, though it reads layers too
+    (r"^(?:model\.)?language_model\.(?:model\.)*(?:blocks|encoder\.layers)\.", "model.layers."),
     (r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)*", "model."),
 )
 # of the tower, and of what stands between it and the language model
 TOWER = (
     r"^(?:model\.)?(?:vision_tower|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
-    r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower)(?:\.|$)"
+    r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower|encoder|projector|mm_projector|"
+    r"merger|mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+)(?:\.|$)"
 )
 
 
@@ -70,7 +89,10 @@ def composite(c: View) -> Arch:
         raise ConfigError(f"a language model of type {kind!r} within a model that takes media is not declared",
                           param="text_config", value=kind)  # fmt: skip
     name = TEXT_TYPES[kind]
-    arch: Arch = ZOO.get(name)(View({**text, **_FIXED.get(kind, {})}, DEFAULTS.get(name, {}), name))
+    fixed = _FIXED.get(kind, {})
+    if kind == "glm4v_text" or (kind == "glm_ocr_text" and not text.get("head_dim")):  # heads divide the width
+        fixed = {**fixed, "head_dim": int(text["hidden_size"]) // int(text["num_attention_heads"])}
+    arch: Arch = ZOO.get(name)(View({**text, **fixed}, DEFAULTS.get(name, {}), name))
     tie = c.maybe("tie_word_embeddings")
     sections = _sections(text)
     if sections:

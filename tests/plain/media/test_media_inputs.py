@@ -211,7 +211,7 @@ def test_embeddings(made: list[MediaInputs]) -> None:
     for form in (vectors[None], [vectors], {"image_embeds": vectors}):
         loaded = load(made[0], {"image": form})
         (item,) = made[0].place("x<image>", None, loaded, Letters()).items
-        assert (item.modality, item.offset, item.length) == ("embeds", 2, 3)
+        assert (item.modality, item.offset, item.length) == ("image", 2, 3)
         assert item.arrays["embeds"].data == vectors.tobytes() and item.arrays["embeds"].shape == (3, HIDDEN)
     assert len(load(made[0], {"image": np.stack([vectors, vectors])}).items["image"]) == 2
     with pytest.raises(InputError, match="--enable-mm-embeds"):

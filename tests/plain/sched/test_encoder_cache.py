@@ -94,6 +94,46 @@ def test_what_failed_is_encoded_again() -> None:
     assert plan.free_encoded == ("x",) and encoded(plan) == ["x"]
 
 
+def test_what_may_fail_after_an_abort_is_encoded_again() -> None:
+    """The result of the step that encodes it is not in: whether it failed, nobody will be told."""
+    made, encoder = bench(20, depth=2)
+    made.add(request("a", 8, media_keys=((1, 4, "x"),)))
+    assert encoded(made.plan()) == ["x"]
+    made.scheduler.abort(["a"])
+    assert "x" not in encoder.entries and not encoder.uses
+    made.add(request("b", 8, media_keys=((1, 4, "x"),)))
+    plan = made.plan()
+    assert plan.free_encoded == ("x",) and encoded(plan) == ["x"] and counts(plan) == {"b": 8}
+    made.commit(failed={"a": "broken"})
+    made.commit()
+    assert "x" in encoder.entries and "b" in made.scheduler.requests
+
+
+def test_nothing_computed_by_a_step_that_may_fail_is_found_after_an_abort() -> None:
+    made = Bench(encoder_tokens=20, depth=2)
+    ids = list(range(100, 113))
+    made.add(request("a", ids, media_keys=((1, 4, "x"),)))
+    made.plan()
+    made.scheduler.abort(["a"])
+    made.add(request("b", ids, media_keys=((1, 4, "x"),)))
+    assert counts(made.plan()) == {"b": 13}
+    made.commit()
+    made.commit()
+    made.add(request("c", ids, media_keys=((1, 4, "x"),)))
+    assert counts(made.plan())["c"] == 1
+
+
+def test_after_an_abort_of_a_decode_items_and_prefix_are_found() -> None:
+    made, encoder = bench(20, depth=2)
+    made.add(request("a", 8, media_keys=((1, 4, "x"),)))
+    made.plan()
+    made.plan()
+    made.commit()
+    made.scheduler.abort(["a"])
+    made.add(request("b", 8, media_keys=((1, 4, "x"),)))
+    assert not encoded(made.plan()) and "x" in encoder.entries
+
+
 def test_clearing_forgets_what_nobody_uses() -> None:
     made, encoder = bench(20, max_num_batched_tokens=6)
     made.add(request("a", 4, media_keys=((0, 3, "x"),)), request("b", 12, media_keys=((0, 8, "y"),)))

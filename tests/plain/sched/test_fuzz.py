@@ -216,7 +216,7 @@ FAULTS: list[tuple[object, str, Callable[..., Any]]] = [
     (Shares, "_newest", gives_up_to_anybody),
     (Running, "remove", rows_forgotten),
     (EncoderCache, "take", frees_at_once),
-    (EncoderCache, "leave", keeps_vectors_of_the_preempted),
+    (EncoderCache, "_leave", keeps_vectors_of_the_preempted),
     (EncoderCache, "admit", encodes_anything),
     (EncoderCache, "singles", asks_for_no_single),
     (EncoderCache, "_drop", frees_without_saying),
