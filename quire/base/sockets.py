@@ -71,17 +71,18 @@ class _Place:
             self.context.term()
             raise
 
-    def outbox(self, name: str) -> zmq.Socket[bytes]:
-        address, made = self._address(name), _socket(self.context, zmq.PUSH)
+    def outbox(self, name: str, folder: str = "") -> zmq.Socket[bytes]:
+        """`folder`: of another run, where the mailbox is."""
+        address, made = self._address(name, folder), _socket(self.context, zmq.PUSH)
         if self._curve is not None:
             self._curve.use(made)
         made.connect(address)
         return made
 
-    def _address(self, name: str) -> str:
+    def _address(self, name: str, folder: str = "") -> str:
         """Of a mailbox: its name within the folder, or a TCP address in full."""
         if "://" not in name:
-            return f"ipc://{self._folder}/{name}"
+            return f"ipc://{folder or self._folder}/{name}"
         if not name.startswith("tcp://"):
             raise ValueError(f"the mailbox address {name!r} is neither a name nor tcp://host:port")
         if self._curve is None:
@@ -210,15 +211,16 @@ class Hub:
         self._sending = threading.Lock()
         self._closed = False
 
-    def open(self, name: str, address: str | None = None) -> None:
+    def open(self, name: str, address: str | None = None, *, folder: str = "", mailbox: str = "") -> None:
         """A way to the peer whose mailbox is called so; a second time for a peer that came anew. `address`: where it
-        is, if not in the folder; the seals of what is sent there name the peer."""
+        is, if not in the folder; the seals of what is sent there name the peer. `folder`, `mailbox`: another folder
+        and what it is called there, if that is a hub too."""
         with self._sending:
             if self._closed:
                 raise PeerGoneError("this end of the wire is closed")
             if name in self._outboxes:
                 self._outboxes.pop(name).close(linger=0)
-            self._outboxes[name] = self._place.outbox(address or name)
+            self._outboxes[name] = self._place.outbox(address or mailbox or name, folder)
 
     def drop(self, name: str) -> None:
         """That peer is gone: what it has not read is thrown away."""

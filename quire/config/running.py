@@ -127,7 +127,8 @@ class ParallelConfig(Group):
         "in turn.",
     )  # fmt: skip
     enable_expert_parallel: bool = option(
-        False, "Each of the tensor_parallel_size ranks has whole experts of a mixture instead of a part of every one.",
+        False, "Each rank has whole experts of a mixture instead of a part of every one; the ranks of all engines of "
+        "data_parallel_size share them, and run every step together.",
         flags=("-ep",),
     )  # fmt: skip
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
@@ -155,6 +156,8 @@ class ParallelConfig(Group):
     rank: int = 0
     is_moe_model: bool = False
     num_engines_here: int = 1  # among which the processors and the memory of this machine are divided
+    experts_span_engines: bool = False  # the ranks of all engines divide experts among themselves
+    experts_meeting: str = ""  # a URL at which they find each other
 
     @property
     def engine_ranks(self) -> range:

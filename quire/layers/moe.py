@@ -21,7 +21,7 @@ from quire.ops.op import Kernels
 from quire.ops.parts import PartialSums
 from quire.quant.experts import ExpertShape, Rule, StoredExperts
 from quire.quant.scheme import Slot, Storage
-from quire.quant.shard import Cut, Span
+from quire.quant.shard import Cut, ExpertSpread, Span
 
 if TYPE_CHECKING:
     from quire.layers.adapters import ExpertAdapters
@@ -57,11 +57,21 @@ class MoeKind:
 
 class Experts(ExpertLayer):
     """The experts of a mixture. Where ranks share them, each has some entries of every expert, or some experts whole
-    (`own`): then it computes what tokens have chosen of these, and the sum over ranks has the rest."""
+    (`own`): then it computes what tokens have chosen of these, and the sum over ranks has the rest. Ranks of several
+    engines may share them: then tokens of all engines are gathered first, and each gets its own back."""
 
-    def __init__(self, prefix: str, shape: ExpertShape, storage: Storage, own: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        shape: ExpertShape,
+        storage: Storage,
+        own: tuple[int, ...] | None = None,
+        rows_per_token: int = 1,
+    ) -> None:
         super().__init__()
         self.prefix = prefix
+        self._spread = None if own is None else storage.group.spread
+        self._rows_per_token = rows_per_token
         self._share = None if own is None else ExpertShare(own, shape.experts, storage.kernels)
         self.hold(storage.schemes.of_experts(prefix).create(shape if own is None else replace(shape, experts=len(own))))
         self._reduce = None if shape.ffn.is_whole and own is None else storage.group.reduce
@@ -75,7 +85,10 @@ class Experts(ExpertLayer):
     def forward(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         """Sum over a token's experts of weight * expert(x); added to `stream`, which a sum over ranks does not take."""
         if self._share is not None:
-            y = self._share.multiply(self.stored, x, weights, index)
+            if self._spread is not None:
+                y = self._across(self._spread, self._share, x, weights, index)
+            else:
+                y = self._share.multiply(self.stored, x, weights, index)
             return y if self._reduce is None else self._reduce(y)
         y = self.stored.multiply(x, weights, index, stream)
         if self.adapters is not None:
@@ -83,6 +96,12 @@ class Experts(ExpertLayer):
                 own = self.adapters.multiply(slot, x[rows], weights[rows], index[rows])
                 y[rows] = own if stream is None else own + stream[rows]
         return y if self._reduce is None else self._reduce(y)
+
+    def _across(self, spread: ExpertSpread, share: ExpertShare, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        """The sum over engines; that over the ranks of each is still to come."""
+        each = self._rows_per_token
+        x, weights, index = spread.gather(each, x, weights.float(), index.to(torch.int32))
+        return spread.scatter(each, share.multiply(self.stored, x, weights, index.to(torch.int64)))
 
     def slots(self) -> Iterator[Slot]:
         slots = self.stored.slots()
@@ -154,7 +173,9 @@ class Moe(nn.Module):
         shape = ExpertShape(
             kind.experts, kind.latent or width, entries, kind.gated, kind.expert_bias, between, _rule(kind, act)
         )
-        self.experts = Experts(f"{prefix}experts.", shape, storage, own)
+        each = kind.top_k if kind.weigh_input else 1
+        self.experts = Experts(f"{prefix}experts.", shape, storage, own, each)
+        self._empty = storage.kernels.device, storage.dtype, kind.latent or width, 1 if kind.weigh_input else kind.top_k
         narrow = Linear(prefix, width, {"fc1_latent_proj": kind.latent}, storage) if kind.latent else None
         self.narrow, self.widen = narrow, None
         if kind.latent:
@@ -201,6 +222,12 @@ class Moe(nn.Module):
         shared = self.shared(x)
         return out + (shared if self.shared_gate is None else self._sigmoid(self.shared_gate(x)) * shared)
 
+    def idle(self) -> None:
+        """Compute what this rank's experts are for the tokens of other engines, having none."""
+        device, dtype, width, choices = self._empty
+        index = torch.empty((0, choices), dtype=torch.int64, device=device)
+        self.experts(torch.empty((0, width), dtype=dtype, device=device), index.float(), index)
+
     def join(self, x: Tensor, norm: NormRule) -> Tensor:
         """x + moe(norm(x)), for a few rows: see ops/few.py."""
         logits, h = self._norm_router(x, norm, *self.router.read_plain(), self.kind.router_wide)
@@ -218,6 +245,12 @@ class Moe(nn.Module):
     def slots(self) -> Iterator[Slot]:
         if self.select_bias is not None:
             yield Slot(f"{self.prefix}gate.e_score_correction_bias", self.select_bias.data)
+
+
+def mixtures_of(model: object) -> list[Moe]:
+    """In the order in which a step comes to them."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [module for module in modules if isinstance(module, Moe)]
 
 
 def _rule(kind: MoeKind, act: str) -> Rule | None:

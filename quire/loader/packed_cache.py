@@ -91,6 +91,8 @@ def packed_cache_for(
     use: tuple[object, ...] = (about.convert,) if about.is_pooling else ()  # which has other parameters
     if group.placement:
         use += (f"experts {group.placement}",)
+        if group.spread is not None:
+            use += (group.spread.rank, group.spread.size)
     if isinstance(model, HasRole):
         use += (model.role,)
     if group.stages > 1:
