@@ -62,38 +62,38 @@ class Curve:
         mailbox.curve_secretkey = self._mailbox.private
         mailbox.zap_domain = b"quire"
         mailbox.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        asked = context.socket(zmq.REP)
-        asked.bind(_ZAP)
+        door = context.socket(zmq.REP)
+        door.bind(_ZAP)
         news = context.socket(zmq.PAIR)
         mailbox.monitor(name := "inproc://refusals", _REFUSALS)
         news.connect(name)
-        guard = _Guard(asked, news, z85.decode(self._sender.public))
+        guard = _Guard(door, news, z85.decode(self._sender.public))
         threading.Thread(target=guard.run, name="mailbox guard", daemon=True).start()
 
 
 class _Guard:
     """Answers whether a sender may come in, and counts who may not."""
 
-    def __init__(self, asked: zmq.Socket[bytes], news: zmq.Socket[bytes], known: bytes) -> None:
-        self._asked, self._news, self._known = asked, news, known
+    def __init__(self, door: zmq.Socket[bytes], news: zmq.Socket[bytes], known: bytes) -> None:
+        self._door, self._news, self._known = door, news, known
         self._refused = 0
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._asked, self._news):
+        for socket in (self._door, self._news):
             poller.register(socket, zmq.POLLIN)
         try:
             while True:
                 for socket, _ in poller.poll():
                     frames = socket.recv_multipart()
-                    if socket is self._asked:
-                        self._asked.send_multipart(_answer(frames, self._known))
+                    if socket is self._door:
+                        self._door.send_multipart(_answer(frames, self._known))
                     elif int.from_bytes(frames[0][:2], "little") & _REFUSALS:
                         self._count()
         except zmq.ContextTerminated:
             pass
         finally:
-            self._asked.close(linger=0)
+            self._door.close(linger=0)
             self._news.close(linger=0)
 
     def _count(self) -> None:

@@ -52,7 +52,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return made
 
 
-class _Place:
+class _Mailboxes:
     """Where the mailboxes of a run are: in a folder, or, if it has a secret, at addresses."""
 
     def __init__(self, folder: str, secret: bytes | None) -> None:
@@ -159,10 +159,10 @@ class Wire:
         self, folder: str, *, mine: str, theirs: str, sender: bytes | None = None, secret: bytes | None = None
     ) -> None:
         self.folder = folder
-        place = _Place(folder, secret)
-        self._inbox = place.inbox(mine)
+        mailboxes = _Mailboxes(folder, secret)
+        self._inbox = mailboxes.inbox(mine)
         self.address = self._inbox.address
-        self._outbox = place.outbox(theirs)
+        self._outbox = mailboxes.outbox(theirs)
         self._seal, self._sender = None if secret is None else Seal(secret), sender or b""
         self._lead: list[Frame] = [] if sender is None else [sender]
         self._sending = threading.Lock()
@@ -203,8 +203,8 @@ class Hub:
 
     def __init__(self, folder: str, *, mine: str, secret: bytes | None = None) -> None:
         self.folder = folder
-        self._place = _Place(folder, secret)
-        self._inbox = self._place.inbox(mine)
+        self._mailboxes = _Mailboxes(folder, secret)
+        self._inbox = self._mailboxes.inbox(mine)
         self.address = self._inbox.address
         self._seal = None if secret is None else Seal(secret)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
@@ -220,7 +220,7 @@ class Hub:
                 raise PeerGoneError("this end of the wire is closed")
             if name in self._outboxes:
                 self._outboxes.pop(name).close(linger=0)
-            self._outboxes[name] = self._place.outbox(address or mailbox or name, folder)
+            self._outboxes[name] = self._mailboxes.outbox(address or mailbox or name, folder)
 
     def drop(self, name: str) -> None:
         """That peer is gone: what it has not read is thrown away."""
