@@ -27,6 +27,12 @@ def experts_of(worker: Any) -> list[int]:
     ]
 
 
+def moves_of(worker: Any) -> tuple[int, int]:
+    """Steps that a worker has counted, and experts that moved."""
+    balance = worker.model_runner.balance
+    return (0, 0) if balance is None else (balance.num_steps, balance.num_moved)
+
+
 def stall(worker: Any, rank: int) -> None:
     """From now on one rank never comes to the sums of a step."""
     if worker.rank == rank:

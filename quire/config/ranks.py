@@ -27,6 +27,7 @@ def check_ranks(requested: Mapping[str, Any], config: EngineConfig) -> EngineCon
     if parallel.distributed_executor_backend == "external_launcher":
         _check_launched(config)
     size, backend = parallel.world_size, parallel.distributed_executor_backend
+    _check_balance(config)
     if parallel.enable_expert_parallel:
         _check_experts(config)
     if backend == "ray" and importlib.util.find_spec("ray") is None:
@@ -103,6 +104,32 @@ def _check_experts(config: EngineConfig) -> None:
             param="enable_expert_parallel",
             value=True,
         )
+
+
+def _check_balance(config: EngineConfig) -> None:
+    parallel = config.parallel_config
+    copies = parallel.eplb_config.num_redundant_experts
+    if not parallel.enable_eplb:
+        if copies:
+            raise ConfigError(
+                f"num_redundant_experts is {copies}, which needs enable_eplb", param="eplb_config", value=copies
+            )
+        return
+    reason = ""
+    if not parallel.enable_expert_parallel:
+        reason = "it needs enable_expert_parallel, with which ranks have whole experts"
+    elif parallel.tensor_parallel_size * parallel.data_parallel_size == 1:
+        reason = "there is one rank, and nothing to balance; set tensor_parallel_size or data_parallel_size"
+    if reason:
+        raise ConfigError(f"enable_eplb: {reason}", param="enable_eplb", value=True)
+    others = {
+        "an external launcher": parallel.distributed_executor_backend == "external_launcher",
+        "pipeline stages": parallel.pipeline_parallel_size > 1,
+        "speculative decoding": config.speculative_config is not None,
+        "a pooling model": config.model_config.is_pooling,
+    }
+    for other in (name for name, is_so in others.items() if is_so):
+        raise NotBuiltError(f"enable_eplb: experts do not move together with {other}", param="enable_eplb", value=True)
 
 
 def spread_experts(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:

@@ -79,6 +79,17 @@ class SchedulerConfig(Group):
 class EPLBConfig(Group):
     """Expert load balancing across devices."""
 
+    window_size: int = option(
+        1000, "Steps before a move during which the load of experts is counted; at most step_interval.", flat=False,
+        low=1,
+    )  # fmt: skip
+    step_interval: int = option(3000, "Steps between two moves of experts.", flat=False, low=1)
+    num_redundant_experts: int = option(
+        0, "Copies of experts in each mixture, besides one of each, for those that are chosen most.", flat=False, low=0
+    )
+    log_balancedness: bool = option(False, "Log how even the load of ranks is.", flat=False)
+    log_balancedness_interval: int = option(1, "Steps between two such lines.", flat=False, low=1)
+
 
 @group
 class FaultToleranceConfig(Group):
@@ -133,6 +144,9 @@ class ParallelConfig(Group):
     )  # fmt: skip
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
         "linear", "Which experts a rank has then: neighbours, or each in turn."
+    )
+    enable_eplb: bool = option(
+        False, "Move experts between ranks now and then, by how often they are chosen; needs enable_expert_parallel."
     )
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)
     distributed_executor_backend: str | None = option(

@@ -20,6 +20,7 @@ from quire.ops.moe import route, sum_choices
 from quire.ops.op import Kernels
 from quire.ops.parts import PartialSums
 from quire.quant.experts import ExpertShape, Rule, StoredExperts
+from quire.quant.placement import Placement
 from quire.quant.scheme import Slot, Storage
 from quire.quant.shard import Cut, ExpertSpread, Span
 
@@ -72,10 +73,18 @@ class Experts(ExpertLayer):
         self.prefix = prefix
         self._spread = None if own is None else storage.group.spread
         self._rows_per_token = rows_per_token
-        self._share = None if own is None else ExpertShare(own, shape.experts, storage.kernels)
+        self._share = None
+        if (placed := None if own is None else storage.group.place_experts(shape.experts)) is not None:
+            counts = storage.group.broadcast is not None
+            self._share = ExpertShare(placed, storage.group.expert_rank, shape.experts, storage.kernels, counts=counts)
         self.hold(storage.schemes.of_experts(prefix).create(shape if own is None else replace(shape, experts=len(own))))
         self._reduce = None if shape.ffn.is_whole and own is None else storage.group.reduce
         self.adapters: ExpertAdapters | None = None  # unless the engine serves adapters
+
+    @property
+    def share(self) -> ExpertShare | None:
+        """None: all experts are here, or a part of every one."""
+        return self._share
 
     @property
     def is_summed(self) -> bool:
@@ -111,18 +120,45 @@ class Experts(ExpertLayer):
 
 
 class ExpertShare:
-    """Which experts of a mixture a rank has, and how tokens and tensors of checkpoints find them."""
+    """Which experts of a mixture a rank has, and how tokens and tensors of checkpoints find them. Of an expert that
+    several ranks have, each computes what every n-th row has chosen of it; all ranks see the same rows."""
 
-    def __init__(self, own: tuple[int, ...], count: int, kernels: Kernels) -> None:
-        self._own, self._count = own, count
+    def __init__(self, placed: Placement, rank: int, count: int, kernels: Kernels, *, counts: bool = False) -> None:
+        """`counts`: how often experts are chosen."""
+        self._rank, self._count = rank, count
         self._is_static = kernels.device.type != "cpu"  # shapes must not depend on what tokens choose
-        places = torch.full((count,), -1, dtype=torch.int64)
-        places[list(own)] = torch.arange(len(own))
-        self._places = places.to(kernels.device)
+        # of each expert's copies, in the order of ranks: the place here, or -1; and how many there are
+        self._places = torch.empty((count, len(placed)), dtype=torch.int64, device=kernels.device)
+        self._copies = torch.empty((count,), dtype=torch.int64, device=kernels.device)
+        self.loads = torch.zeros((count,), dtype=torch.int64, device=kernels.device) if counts else None
+        self.place(placed)
+
+    def place(self, placed: Placement) -> None:
+        """From now on ranks have these; the tables stay where they are."""
+        self.placed, self._own = placed, placed[self._rank]
+        places = torch.full(self._places.shape, -1, dtype=torch.int64)
+        copies = torch.zeros_like(places[:, 0])
+        for rank, own in enumerate(placed):
+            for place, expert in enumerate(own):
+                if rank == self._rank:
+                    places[expert, copies[expert]] = place
+                copies[expert] += 1
+        self._places.copy_(places)
+        self._copies.copy_(copies)
+        self._has_copies = int(copies.max()) > 1
+
+    def _find(self, index: Tensor) -> Tensor:
+        """[rows, choices]: the place here of what was chosen, or -1."""
+        if not self._has_copies and not self._is_static:
+            return self._places[:, 0][index]
+        rows = torch.arange(len(index), device=index.device)[:, None]
+        return self._places[index, rows % self._copies[index]]
 
     def multiply(self, stored: StoredExperts, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """The part of the sum over a token's experts that this rank has."""
-        place = self._places[index]
+        if self.loads is not None:
+            self.loads.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
+        place = self._find(index)
         is_own = place >= 0
         if self._is_static:  # what lies elsewhere is computed with some expert, and weighs nothing
             return stored.multiply(x, weights.masked_fill(~is_own, 0), place.clamp_min(0))

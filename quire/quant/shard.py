@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.quant.placement import Placement, first_placement
 from quire.schema.errors import ConfigError
 
 
@@ -106,6 +107,9 @@ class ShardGroup:
     stages: int = 1
     placement: str = ""  # of whole experts: linear | round_robin; "": every rank has some entries of each
     spread: ExpertSpread | None = None  # None: these ranks have all experts among themselves
+    redundant: int = 0  # copies of experts, besides one of each
+    # what one of the ranks that share the experts has, on all of them, in place; None: experts stay where they are
+    broadcast: Callable[[Tensor, int], None] | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -133,14 +137,20 @@ class ShardGroup:
 
     def own_experts(self, count: int) -> tuple[int, ...] | None:
         """The experts that this rank has whole, some ranks one more than others; None: a share of every one."""
-        rank, size = (self.rank, self.size) if self.spread is None else (self.spread.rank, self.spread.size)
+        placed = self.place_experts(count)
+        return None if placed is None else placed[self.expert_rank]
+
+    def place_experts(self, count: int) -> Placement | None:
+        """Those of all ranks that share them, at first."""
+        size = self.size if self.spread is None else self.spread.size
         if not self.placement or size == 1:
             return None
-        if count < size:
-            raise ConfigError(f"{count} experts cannot be shared out among {size} ranks", value=count)
-        if self.placement == "round_robin":
-            return tuple(range(rank, count, size))
-        return tuple(range(count * rank // size, count * (rank + 1) // size))
+        return first_placement(count, size, self.placement, self.redundant)
+
+    @property
+    def expert_rank(self) -> int:
+        """Among the ranks that share experts."""
+        return self.rank if self.spread is None else self.spread.rank
 
     def uneven_span(self, units: int) -> Span:
         """A share where some ranks may have one more than others."""

@@ -109,7 +109,9 @@ def build_worker(
     else:
         joined = join(rank, num_workers, meeting, device, parallel.pipeline_parallel_size)
     placement = parallel.expert_placement_strategy if parallel.enable_expert_parallel else ""
-    group = replace(joined.group, placement=placement)
+    moves = joined.broadcast if parallel.enable_eplb else None
+    redundant = parallel.eplb_config.num_redundant_experts
+    group = replace(joined.group, placement=placement, redundant=redundant, broadcast=moves)
     return made(config, device, PARTS, laps, early, group, joined.link, joined.gather)
 
 

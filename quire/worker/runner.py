@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from quire.models.build import Model
     from quire.quant.shard import ExpertSpread
     from quire.worker.adapters import WorkerAdapters
+    from quire.worker.balance import ExpertBalance
     from quire.worker.media import WorkerMedia
     from quire.worker.pipe import Pipe
 
@@ -156,6 +157,7 @@ class ModelRunner:
         self.scaled = scaled or {}
         self.drafts: Drafts | None = None
         self.pipe, self.samples = pipe, pipe is None or pipe.is_last
+        self.balance: ExpertBalance | None = None  # None: experts stay where they are
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
@@ -198,6 +200,8 @@ class ModelRunner:
             flight = self._start(plan, shape) if self.inputs is None else self._launch(plan, shape, self.inputs)
             if moves:
                 self.copies.run(moves, after=True)
+            if self.balance is not None:
+                self.balance.end_step()
             flight.seconds = now() - began
             self._flight = flight
 

@@ -382,6 +382,7 @@ class Worker:
                 self.model_runner.backend.prepare(*limits)
                 self._laps.mark("library")
             self.forward(StepPlan(step=0, grants=(), left=("warm-up",)))
+        self._balance_experts(self.model_runner)
         if self.config.cache_config.calculate_kv_scales:
             self.model_runner.calibrate_next()
         if not on_cpu:
@@ -412,6 +413,19 @@ class Worker:
         budget = self.config.scheduler_config.max_num_batched_tokens
         return min(32, budget, self.config.model_config.max_model_len - 1)
 
+    def _balance_experts(self, runner: ModelRunner) -> None:
+        """From now on; all ranks are at the same step."""
+        broadcast, mixtures = self.group.broadcast, mixtures_of(self.get_model())
+        if broadcast is None or not mixtures:
+            return
+        from quire.worker.balance import ExpertBalance  # lazy
+
+        how = self.config.parallel_config.eplb_config
+        runner.balance = ExpertBalance(
+            mixtures, broadcast, rank=self.group.expert_rank, interval=how.step_interval, window=how.window_size,
+            log_every=how.log_balancedness_interval if how.log_balancedness else 0,
+        )  # fmt: skip
+
     @torch.inference_mode()
     def idle_step(self) -> bool:
         """A step without tokens, beside other engines that share experts with this one."""
@@ -423,6 +437,9 @@ class Worker:
             if is_busy:
                 for mixture in mixtures_of(self.get_model()):
                     mixture.idle()
+                runner = self.model_runner
+                if isinstance(runner, ModelRunner) and runner.balance is not None:
+                    runner.balance.end_step()
         finally:
             spread.end()
         return is_busy
