@@ -20,12 +20,12 @@ from quire.ops.moe import route, sum_choices
 from quire.ops.op import Kernels
 from quire.ops.parts import PartialSums
 from quire.quant.experts import ExpertShape, Rule, StoredExperts
-from quire.quant.placement import Placement
 from quire.quant.scheme import Slot, Storage
 from quire.quant.shard import Cut, ExpertSpread, Span
 
 if TYPE_CHECKING:
     from quire.layers.adapters import ExpertAdapters
+    from quire.quant.placement import Placement
 
 
 @dataclass(frozen=True)

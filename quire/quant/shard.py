@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from quire.quant.placement import Placement, first_placement
 from quire.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.quant.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,10 @@ class ShardGroup:
         size = self.size if self.spread is None else self.spread.size
         if not self.placement or size == 1:
             return None
-        return first_placement(count, size, self.placement, self.redundant)
+        from quire.quant.placement import first_placement  # lazy
+
+        placed: Placement = first_placement(count, size, self.placement, self.redundant)
+        return placed
 
     @property
     def expert_rank(self) -> int:
