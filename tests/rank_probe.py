@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 
@@ -24,6 +25,18 @@ def experts_of(worker: Any) -> list[int]:
     return [
         module.stored.shape.experts for name, module in worker.get_model().named_modules() if name.endswith("experts")
     ]
+
+
+def moves_of(worker: Any) -> tuple[int, int]:
+    """Steps that a worker has counted, and experts that moved."""
+    balance = worker.model_runner.balance
+    return (0, 0) if balance is None else (balance.num_steps, balance.num_moved)
+
+
+def stall(worker: Any, rank: int) -> None:
+    """From now on one rank never comes to the sums of a step."""
+    if worker.rank == rank:
+        worker.forward = lambda plan: threading.Event().wait()
 
 
 def ray_node_of(worker: Any) -> str:

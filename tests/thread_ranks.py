@@ -36,15 +36,26 @@ class _Sums:
         self.barrier.wait(_PATIENCE)
         return total
 
+    def broadcast(self, rank: int, x: Tensor, source: int) -> None:
+        self._brought[rank] = x
+        self.barrier.wait(_PATIENCE)
+        there = self._brought[source]
+        assert there is not None and (there.shape, there.dtype) == (x.shape, x.dtype), "ranks expect different things"
+        if rank != source:
+            x.copy_(there)
+        self.barrier.wait(_PATIENCE)
 
-def on_ranks(size: int, work: Callable[[ShardGroup], Result]) -> list[Result]:
+
+def on_ranks(size: int, work: Callable[[ShardGroup], Result], *, moves: bool = False) -> list[Result]:
+    """`moves`: experts may move between ranks."""
     sums = _Sums(size)
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ShardGroup(rank, size, lambda x: sums.reduce(rank, x)))
+            broadcast = (lambda x, source: sums.broadcast(rank, x, source)) if moves else None
+            results[rank] = work(ShardGroup(rank, size, lambda x: sums.reduce(rank, x), broadcast=broadcast))
         except BaseException as failed:  # noqa: BLE001  # the calling thread raises it
             errors.append(failed)
             sums.barrier.abort()

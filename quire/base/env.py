@@ -360,6 +360,10 @@ WORKER_TIMEOUT_S = Variable(
     "WORKER_TIMEOUT_S", 10.0, _seconds_or_never,
     "Seconds without a sign of life after which a worker process is taken to hang, and its engine ends; 0: never.",
 )  # fmt: skip
+EXECUTE_MODEL_TIMEOUT_SECONDS = Variable(
+    "EXECUTE_MODEL_TIMEOUT_SECONDS", 300.0, _seconds_or_never,
+    "Seconds after which a step of worker processes that has not ended ends their engine; 0: never.",
+)  # fmt: skip
 NODE_TIMEOUT_S = Variable(
     "NODE_TIMEOUT_S", 1.5, _seconds, "Seconds of silence after which another machine of an engine is taken to be lost."
 )

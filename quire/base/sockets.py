@@ -1,10 +1,11 @@
 """A wire between processes: each end owns a mailbox (PULL) and drops frames into the other's (PUSH).
 
 In: frames (base/codec.py makes them). Out: frames, in the order sent. A Wire has one other end, a Hub has many. On one
-host the mailboxes are ipc files (0600) in a folder only this user may enter; between hosts they are TCP ports, and
-every message carries a seal (base/seal.py): what comes without a valid one is dropped and logged. A sender never blocks
-and never loses a frame while the peer lives. Whether a peer of this host lives is asked of a file descriptor that
-becomes readable when it dies (base/procs.py). Must not know what the frames mean.
+host the mailboxes are ipc files (0600) in a folder only this user may enter; between hosts they are TCP ports, to which
+only those can connect who know the run's secret (base/curve.py), and every message carries a seal (base/seal.py): what
+comes without a valid one is dropped and logged. A sender never blocks and never loses a frame while the peer lives.
+Whether a peer of this host lives is asked of a file descriptor that becomes readable when it dies (base/procs.py).
+Must not know what the frames mean.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -19,6 +21,9 @@ from quire.base.codec import MAX_BYTES, Frame
 from quire.base.folders import make_folder, remove_folder, sweep_folders
 from quire.base.log import logger
 from quire.base.seal import Seal, SealError
+
+if TYPE_CHECKING:
+    from quire.base.curve import Curve
 
 log = logger(__name__)
 
@@ -47,23 +52,56 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return made
 
 
-def _address(folder: str, name: str, seal: Seal | None) -> str:
-    """Of a mailbox: its name within the folder, or a TCP address in full."""
-    if "://" not in name:
-        return f"ipc://{folder}/{name}"
-    if not name.startswith("tcp://"):
-        raise ValueError(f"the mailbox address {name!r} is neither a name nor tcp://host:port")
-    if seal is None:
-        raise ValueError(f"the mailbox address {name!r} can be reached from outside, and messages have no seal")
-    return name
+class _Mailboxes:
+    """Where the mailboxes of a run are: in a folder, or, if it has a secret, at addresses."""
+
+    def __init__(self, folder: str, secret: bytes | None) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._folder = folder
+        self._curve = None if secret is None else _curve(secret)
+
+    def inbox(self, name: str) -> _Inbox:
+        address, made = self._address(name), _socket(self.context, zmq.PULL)
+        if self._curve is not None:
+            self._curve.guard(self.context, made)
+        try:
+            return _Inbox(self.context, made, address)
+        except BaseException:
+            made.close(linger=0)
+            self.context.term()
+            raise
+
+    def outbox(self, name: str, folder: str = "") -> zmq.Socket[bytes]:
+        """`folder`: of another run, where the mailbox is."""
+        address, made = self._address(name, folder), _socket(self.context, zmq.PUSH)
+        if self._curve is not None:
+            self._curve.use(made)
+        made.connect(address)
+        return made
+
+    def _address(self, name: str, folder: str = "") -> str:
+        """Of a mailbox: its name within the folder, or a TCP address in full."""
+        if "://" not in name:
+            return f"ipc://{folder or self._folder}/{name}"
+        if not name.startswith("tcp://"):
+            raise ValueError(f"the mailbox address {name!r} is neither a name nor tcp://host:port")
+        if self._curve is None:
+            raise ValueError(f"the mailbox address {name!r} can be reached from outside, and the run has no secret")
+        return name
+
+
+def _curve(secret: bytes) -> Curve:
+    from quire.base.curve import Curve  # lazy
+
+    made: Curve = Curve(secret)
+    return made
 
 
 class _Inbox:
     """A mailbox: one thread reads it, any thread may close it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._context = context
-        self._socket = _socket(context, zmq.PULL)
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], mailbox: zmq.Socket[bytes], address: str) -> None:
+        self._context, self._socket = context, mailbox
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         self._socket.bind(address)
         if address.startswith("ipc://"):
@@ -114,19 +152,18 @@ class Wire:
     """One end of two. `send` may be called by any thread; `receive` only by one.
 
     `sender`, if given, goes before every message: the other end is a Hub, where many drop their frames.
-    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a seal.
+    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a secret.
     """
 
     def __init__(
-        self, folder: str, *, mine: str, theirs: str, sender: bytes | None = None, seal: Seal | None = None
+        self, folder: str, *, mine: str, theirs: str, sender: bytes | None = None, secret: bytes | None = None
     ) -> None:
         self.folder = folder
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = _Inbox(self._context, _address(folder, mine, seal))
+        mailboxes = _Mailboxes(folder, secret)
+        self._inbox = mailboxes.inbox(mine)
         self.address = self._inbox.address
-        self._outbox = _socket(self._context, zmq.PUSH)
-        self._outbox.connect(_address(folder, theirs, seal))
-        self._seal, self._sender = seal, sender or b""
+        self._outbox = mailboxes.outbox(theirs)
+        self._seal, self._sender = None if secret is None else Seal(secret), sender or b""
         self._lead: list[Frame] = [] if sender is None else [sender]
         self._sending = threading.Lock()
         self._closed = False
@@ -164,26 +201,26 @@ class Wire:
 class Hub:
     """The one end of many wires: a mailbox that all senders share, and a way back to each."""
 
-    def __init__(self, folder: str, *, mine: str, seal: Seal | None = None) -> None:
+    def __init__(self, folder: str, *, mine: str, secret: bytes | None = None) -> None:
         self.folder = folder
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = _Inbox(self._context, _address(folder, mine, seal))
+        self._mailboxes = _Mailboxes(folder, secret)
+        self._inbox = self._mailboxes.inbox(mine)
         self.address = self._inbox.address
-        self._seal = seal
+        self._seal = None if secret is None else Seal(secret)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
         self._sending = threading.Lock()
         self._closed = False
 
-    def open(self, name: str, address: str | None = None) -> None:
+    def open(self, name: str, address: str | None = None, *, folder: str = "", mailbox: str = "") -> None:
         """A way to the peer whose mailbox is called so; a second time for a peer that came anew. `address`: where it
-        is, if not in the folder; the seals of what is sent there name the peer."""
+        is, if not in the folder; the seals of what is sent there name the peer. `folder`, `mailbox`: another folder
+        and what it is called there, if that is a hub too."""
         with self._sending:
             if self._closed:
                 raise PeerGoneError("this end of the wire is closed")
             if name in self._outboxes:
                 self._outboxes.pop(name).close(linger=0)
-            self._outboxes[name] = _socket(self._context, zmq.PUSH)
-            self._outboxes[name].connect(_address(self.folder, address or name, self._seal))
+            self._outboxes[name] = self._mailboxes.outbox(address or mailbox or name, folder)
 
     def drop(self, name: str) -> None:
         """That peer is gone: what it has not read is thrown away."""

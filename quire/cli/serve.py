@@ -14,7 +14,7 @@ from quire.base.clock import Laps
 from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
 from quire.config.flags import add_flags
 from quire.config.server import ServerConfig, flats, server_config
-from quire.schema.errors import NotBuiltError
+from quire.schema.errors import ModelNotFoundError, NotBuiltError
 
 if TYPE_CHECKING:
     from quire.engine.process_client import Begun
@@ -57,7 +57,12 @@ def serve(arguments: Sequence[str], program: str) -> int:
 
 def serve_node(args: argparse.Namespace) -> int:
     """`--headless`: the workers of one machine of several. The engine is on the first."""
-    config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    try:
+        config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except ModelNotFoundError as absent:
+        from quire.config.relocate import not_found_there  # lazy
+
+        raise not_found_there(absent, f"node {args.node_rank}") from None
     parallel = config.parallel_config
     if parallel.node_rank == 0:
         raise NotBuiltError(

@@ -27,6 +27,7 @@ def check_ranks(requested: Mapping[str, Any], config: EngineConfig) -> EngineCon
     if parallel.distributed_executor_backend == "external_launcher":
         _check_launched(config)
     size, backend = parallel.world_size, parallel.distributed_executor_backend
+    _check_balance(config)
     if parallel.enable_expert_parallel:
         _check_experts(config)
     if backend == "ray" and importlib.util.find_spec("ray") is None:
@@ -95,15 +96,79 @@ def _check_nodes(parallel: ParallelConfig) -> None:
 def _check_experts(config: EngineConfig) -> None:
     parallel = config.parallel_config
     if parallel.tensor_parallel_size == 1:
-        log.info("enable_expert_parallel has no effect: with tensor_parallel_size 1 every engine has all experts")
+        if parallel.data_parallel_size == 1:
+            log.info("enable_expert_parallel has no effect: with tensor_parallel_size 1 every engine has all experts")
     elif config.enable_lora:
         raise NotBuiltError(
             "enable_expert_parallel: adapters are not divided as whole experts are; leave out one of the two",
             param="enable_expert_parallel",
             value=True,
         )
-    elif parallel.data_parallel_size > 1:
-        log.warning("enable_expert_parallel divides experts among the ranks of each engine, not among engines")
+
+
+def _check_balance(config: EngineConfig) -> None:
+    parallel = config.parallel_config
+    copies = parallel.eplb_config.num_redundant_experts
+    if not parallel.enable_eplb:
+        if copies:
+            raise ConfigError(
+                f"num_redundant_experts is {copies}, which needs enable_eplb", param="eplb_config", value=copies
+            )
+        return
+    reason = ""
+    if not parallel.enable_expert_parallel:
+        reason = "it needs enable_expert_parallel, with which ranks have whole experts"
+    elif parallel.tensor_parallel_size * parallel.data_parallel_size == 1:
+        reason = "there is one rank, and nothing to balance; set tensor_parallel_size or data_parallel_size"
+    if reason:
+        raise ConfigError(f"enable_eplb: {reason}", param="enable_eplb", value=True)
+    others = {
+        "an external launcher": parallel.distributed_executor_backend == "external_launcher",
+        "pipeline stages": parallel.pipeline_parallel_size > 1,
+        "speculative decoding": config.speculative_config is not None,
+        "a pooling model": config.model_config.is_pooling,
+    }
+    for other in (name for name, is_so in others.items() if is_so):
+        raise NotBuiltError(f"enable_eplb: experts do not move together with {other}", param="enable_eplb", value=True)
+
+
+def spread_experts(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """Whether the ranks of all engines divide a mixture's experts among themselves, and run every step together."""
+    parallel = config.parallel_config
+    if not parallel.enable_expert_parallel or parallel.data_parallel_size == 1:
+        return config
+    if config.model_config.facts.num_experts == 0:
+        log.info("enable_expert_parallel has no effect: the model has no experts")
+        return config
+    if why := _why_apart(config):
+        log.warning(
+            "enable_expert_parallel divides experts among the %d ranks of each engine, not among engines: %s",
+            parallel.world_size,
+            why,
+        )
+        return config
+    ranks = parallel.world_size_across_dp
+    log.info("Experts are divided among the %d ranks of all engines, which run every step together", ranks)
+    return replace(config, **{"parallel_config.experts_span_engines": True})
+
+
+def _why_apart(config: EngineConfig) -> str:
+    parallel = config.parallel_config
+    if parallel.distributed_executor_backend not in (None, "uni", "mp"):
+        return f"distributed_executor_backend is {parallel.distributed_executor_backend!r}"
+    if parallel.data_parallel_size_local < parallel.data_parallel_size:
+        return "several programs start them, which do not know of each other"
+    if parallel.pipeline_parallel_size > 1:
+        return "they have pipeline stages"
+    if config.enable_lora:
+        return "they serve adapters"
+    if config.speculative_config is not None:
+        return "they draft"
+    if config.load_config.load_format == "sharded_state":
+        return "files of load_format 'sharded_state' have all experts of the ranks of one engine"
+    if config.model_config.is_pooling:
+        return "the model is pooled"
+    return ""
 
 
 def _check_launched(config: EngineConfig) -> None:

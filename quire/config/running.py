@@ -79,6 +79,17 @@ class SchedulerConfig(Group):
 class EPLBConfig(Group):
     """Expert load balancing across devices."""
 
+    window_size: int = option(
+        1000, "Steps before a move during which the load of experts is counted; at most step_interval.", flat=False,
+        low=1,
+    )  # fmt: skip
+    step_interval: int = option(3000, "Steps between two moves of experts.", flat=False, low=1)
+    num_redundant_experts: int = option(
+        0, "Copies of experts in each mixture, besides one of each, for those that are chosen most.", flat=False, low=0
+    )
+    log_balancedness: bool = option(False, "Log how even the load of ranks is.", flat=False)
+    log_balancedness_interval: int = option(1, "Steps between two such lines.", flat=False, low=1)
+
 
 @group
 class FaultToleranceConfig(Group):
@@ -127,11 +138,15 @@ class ParallelConfig(Group):
         "in turn.",
     )  # fmt: skip
     enable_expert_parallel: bool = option(
-        False, "Each of the tensor_parallel_size ranks has whole experts of a mixture instead of a part of every one.",
+        False, "Each rank has whole experts of a mixture instead of a part of every one; the ranks of all engines of "
+        "data_parallel_size share them, and run every step together.",
         flags=("-ep",),
     )  # fmt: skip
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
         "linear", "Which experts a rank has then: neighbours, or each in turn."
+    )
+    enable_eplb: bool = option(
+        False, "Move experts between ranks now and then, by how often they are chosen; needs enable_expert_parallel."
     )
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)
     distributed_executor_backend: str | None = option(
@@ -155,6 +170,8 @@ class ParallelConfig(Group):
     rank: int = 0
     is_moe_model: bool = False
     num_engines_here: int = 1  # among which the processors and the memory of this machine are divided
+    experts_span_engines: bool = False  # the ranks of all engines divide experts among themselves
+    experts_meeting: str = ""  # a URL at which they find each other
 
     @property
     def engine_ranks(self) -> range:

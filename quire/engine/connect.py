@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.base import env
 from quire.base.log import logger
+from quire.config.engine import replace
 from quire.config.logs import apply_logging
 from quire.engine.client import EngineClient, InProcessClient
 from quire.schema.errors import ConfigError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from quire.engine.shared_counts import SharedCounts
 
 log = logger(__name__)
+_MEETING = "experts"  # a file in the first engine's folder, by which ranks of all engines find each other
 
 
 def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
@@ -66,8 +68,16 @@ def start_several(config: EngineConfig, *, begun: Sequence[Begun] = (), shared: 
             param="data_parallel_size",
         )
     waiting = [*begun, *(begin_engine(shared=shared, name=f"engine {rank}") for rank in ranks[len(begun) :])]
+    folders = [one.folder for one in waiting]
+    if config.parallel_config.experts_span_engines:
+        config = replace(config, **{"parallel_config.experts_meeting": f"file://{folders[0]}/{_MEETING}"})
+    else:
+        folders = []
     members = [
-        ProcessClient(config_of_engine(config, place), shared=shared, begun=one) for place, one in enumerate(waiting)
+        ProcessClient(
+            config_of_engine(config, place), shared=shared, begun=one, peers=[f for f in folders if f != one.folder]
+        )
+        for place, one in enumerate(waiting)
     ]
     return _several(config, members)
 
@@ -91,5 +101,7 @@ def _several(
 
     parallel = config.parallel_config
     router = ROUTERS[parallel.data_parallel_routing](len(members), counts)
-    several: SeveralEngines = SeveralEngines(members, parallel.engine_ranks, router, started_here=counts is None)
+    several: SeveralEngines = SeveralEngines(
+        members, parallel.engine_ranks, router, started_here=counts is None, together=parallel.experts_span_engines
+    )
     return several

@@ -34,12 +34,14 @@ from quire.schema.messages import (
     Outputs,
     Stop,
     ToEngine,
+    Wake,
 )
 from quire.schema.params import sampling_of
 from quire.schema.stats import StepStats
 from quire.schema.step import Mask, StepPlan
 
 if TYPE_CHECKING:
+    from quire.engine.lockstep import Lockstep
     from quire.grammar.masks import Masks
     from quire.observe.kv_events import EventPublisher
     from quire.sched.scheduler import Scheduler
@@ -59,8 +61,10 @@ class EngineLoop:
         masks: Masks | None = None,
         kv_events: EventPublisher | None = None,
         adapters: EngineAdapters | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self.executor = executor
+        self.lockstep = lockstep  # None: no other engine takes part in its steps
         self.scheduler = scheduler
         self.ahead = scheduler.settings.depth - 1  # steps under way while the next is planned
         self.masks = masks  # None: no request may have a grammar
@@ -91,7 +95,10 @@ class EngineLoop:
     def busy(self) -> bool:
         """False: nothing will happen until something comes in."""
         reads = self.adapters is not None and self.adapters.is_busy
-        return reads or bool(self._flying or self._news or self._replies) or self.scheduler.has_unfinished()
+        is_needed = self.lockstep is not None and not self.lockstep.is_resting  # by other engines
+        return (
+            reads or is_needed or bool(self._flying or self._news or self._replies) or self.scheduler.has_unfinished()
+        )
 
     def is_drained(self) -> bool:
         return not self._live and not self._flying
@@ -187,6 +194,8 @@ class EngineLoop:
         plan = self.scheduler.plan()
         self._plan_seconds = now() - began
         had_work = bool(plan.grants or self._flying)
+        if self.lockstep is not None:
+            had_work = self._keep_in_step(plan, self.lockstep) or had_work
         if plan.grants:
             if self.charge is not None:
                 self.charge.began(plan)
@@ -206,6 +215,15 @@ class EngineLoop:
         if self.pulse is not None:
             self.pulse.beat(busy=self.busy, paused=self.paused)
         return news
+
+    def _keep_in_step(self, plan: StepPlan, lockstep: Lockstep) -> bool:
+        """Whether other engines' steps were waited for."""
+        if plan.grants:
+            lockstep.begin()
+        elif not lockstep.is_resting:
+            lockstep.idle()
+            return True
+        return False
 
     def _num_kept(self, plan: StepPlan) -> int:
         """Steps that may stay under way while this one is sampled. A mask needs every token that came before it, which
@@ -398,6 +416,8 @@ class EngineLoop:
             self.submit(message)
         elif isinstance(message, Abort):
             self.abort(message.request_ids)
+        elif isinstance(message, Wake) and self.lockstep is not None:
+            self.lockstep.wake(message.step)
         elif isinstance(message, ControlCall) and (reply := self.call(message)) is not None:
             emit(reply)
         return True

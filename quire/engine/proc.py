@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import traceback
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -36,9 +37,11 @@ from quire.schema.messages import (
     Outputs,
     Stop,
     ToEngine,
+    Wake,
 )
 
 log = logger(__name__)
+MAILBOX = "engine"
 DIED = 1  # exit code after EngineDied
 _LAST_WORDS_S = 5.0
 _LONGEST_NUMBER = 6  # digits of a client's
@@ -50,6 +53,7 @@ class EngineBoot(msgspec.Struct, kw_only=True):
     folder: str  # where the mailboxes are
     config: msgspec.Raw  # msgpack of EngineConfig
     shared: bool = False  # clients other than the owner may join
+    peers: tuple[str, ...] = ()  # folders of the engines that have experts together with this one
 
 
 def mailbox(client: int) -> str:
@@ -59,7 +63,7 @@ def mailbox(client: int) -> str:
 def main(boot_bytes: bytes) -> None:
     """An engine process, from its boot bytes to its end."""
     boot = msgspec.msgpack.decode(boot_bytes, type=EngineBoot)
-    hub = Hub(boot.folder, mine="engine")
+    hub = Hub(boot.folder, mine=MAILBOX)
     hub.open(mailbox(OWNER))
     post = _Post(hub, Routes() if boot.shared else None)
     try:
@@ -67,7 +71,7 @@ def main(boot_bytes: bytes) -> None:
 
         config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
         apply_logging(config.logging_config)
-        started = start_engine(config, Pulse(boot.folder))
+        started = start_engine(config, Pulse(boot.folder), _wake(hub, boot.peers) if boot.peers else None)
         gc.collect(1)  # not what was imported, which is old
         gc.freeze()  # what the start made stays: later collections need not look through it
         post.greet(OWNER, started.ready)
@@ -79,6 +83,19 @@ def main(boot_bytes: bytes) -> None:
         os._exit(DIED)
     hub.close(linger=_LAST_WORDS_S)
     os._exit(0)  # the receiving thread still holds the hub, and nothing is left to save
+
+
+def _wake(hub: Hub, peers: Sequence[str]) -> Callable[[int], None]:
+    """Mailboxes of other engines are open once these have started, which all do before any has a step."""
+    for folder in peers:
+        hub.open(folder, folder=folder, mailbox=MAILBOX)
+    codec: Codec[ToEngine] = Codec(ToEngine)
+
+    def wake(step: int) -> None:
+        for folder in peers:
+            hub.send(folder, [str(OWNER).encode(), *codec.encode(Wake(step=step))])
+
+    return wake
 
 
 class _Post:
@@ -161,7 +178,7 @@ class _Receiver:
         if isinstance(message, EngineRequests):
             for request in unpack(message):
                 self._take(client, request)
-        elif routes is None:
+        elif routes is None or isinstance(message, Wake):
             self._inbox.put(message)
         elif isinstance(message, Hello):
             self._inbox.put(routes.leave(client))  # of one that had this number before

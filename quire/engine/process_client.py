@@ -89,12 +89,15 @@ class ProcessClient:
     `shared`: other clients may join (AttachedClient); `folder` and `life` are what they need for it.
     """
 
-    def __init__(self, config: EngineConfig, *, shared: bool = False, begun: Begun | None = None) -> None:
-        """`begun`: a process that `begin_engine` has started already, with the same `shared`."""
+    def __init__(
+        self, config: EngineConfig, *, shared: bool = False, begun: Begun | None = None, peers: Sequence[str] = ()
+    ) -> None:
+        """`begun`: a process that `begin_engine` has started already, with the same `shared`. `peers`: folders of the
+        engines that have experts together with it."""
         begun = begun or begin_engine(shared=shared)
         self.folder, self.life = begun.folder, begun.life
         wire = _wire(self.folder, OWNER)
-        boot = {"folder": self.folder, "config": for_children(config), "shared": shared}
+        boot = {"folder": self.folder, "config": for_children(config), "shared": shared, "peers": peers}
         begun.child.send_boot(msgspec.msgpack.encode(boot))
         self._connect(wire, begun.child)
 
@@ -291,7 +294,7 @@ class _WireReader:
         elif isinstance(message, ControlReply):
             self.calls.answer(message)
         elif isinstance(message, EngineDied):
-            log.error("The engine died:\n%s", message.details)
+            log.log(logging.DEBUG if self.closing else logging.ERROR, "The engine died:\n%s", message.details)
             is_told = message.error_kind in ("", EngineDeadError.__name__)  # the latter: of the engine's workers
             return self._die(message.reason if is_told else f"{message.error_kind}: {message.reason}")
         return None

@@ -3,7 +3,8 @@
 In: requests, each placed on one engine by a router, or on the one that its caller names. Out: the outputs of all of
 them, with the place of the engine they came from. A control verb goes to every living engine, and its answers become
 one by the verb's own rule (control.py). An engine that dies fails its own requests at once and gets no more; the
-others go on. Only when the last one is gone is this client dead.
+others go on. Only when the last one is gone is this client dead. Engines that have experts together are no replicas:
+none can go on without the others, and the death of one is the end of all.
 Must not know: prompts, text, how an engine is started, or how one is chosen (sched/router.py).
 """
 
@@ -23,12 +24,13 @@ from quire.base.log import logger
 from quire.engine.client import CLOSED, EngineClient, Sink, wait_for
 from quire.engine.control import VERBS
 from quire.sched.router import Router
-from quire.schema.errors import EngineDeadError, kind_of, message_of, rebuild_error
+from quire.schema.errors import PEERS_LOST, EngineDeadError, kind_of, message_of, rebuild_error
 from quire.schema.messages import EngineOutput, EngineReady, EngineRequest, FinishReason, Outputs
 from quire.schema.stats import StepStats
 
 log = logger(__name__)
 _FURTHER_REASONS_S = 2.0  # after one engine could not start, for others to say the same
+_TRUE_REASON_S = 1.0  # after the death of one of several engines that cannot go on alone, for the true reason
 _NOTHING = StepStats(step=0, running=0, waiting=0, prompt_tokens=0, generated_tokens=0, preempted=0, kv_usage=0.0)
 
 
@@ -48,13 +50,20 @@ class SeveralEngines:
     """As an EngineClient. `ranks`: the data-parallel ranks of the members, in their order (their places)."""
 
     def __init__(
-        self, members: Sequence[MemberClient], ranks: Sequence[int], router: Router, *, started_here: bool = True
+        self,
+        members: Sequence[MemberClient],
+        ranks: Sequence[int],
+        router: Router,
+        *,
+        started_here: bool = True,
+        together: bool = False,
     ) -> None:
-        """`started_here`: all must start. Else another process has seen to that, and some may have died since."""
+        """`started_here`: all must start. Else another process has seen to that, and some may have died since.
+        `together`: none can go on without the others."""
         self.members, self.ranks = tuple(members), tuple(ranks)
         self._started_here = started_here
         self.readies: tuple[EngineReady, ...] = ()
-        self._merged = _Merged(self.ranks, router)
+        self._merged = _Merged(self.ranks, router, together=together)
         self.pulse = SeveralPulses(self.members, self._merged)
 
     @property
@@ -200,7 +209,10 @@ class _MemberSink:
 class _Merged:
     """What the members' threads fill. Knows nothing of the client, so that one can be collected."""
 
-    def __init__(self, ranks: Sequence[int], router: Router) -> None:
+    def __init__(self, ranks: Sequence[int], router: Router, *, together: bool = False) -> None:
+        self._is_together = together
+        self._ending: threading.Timer | None = None
+        self._is_told = False  # that all are dead
         self.reasons: dict[int, str] = {}  # by rank
         self.dead: EngineDeadError | None = None
         self._ranks, self._router = ranks, router
@@ -261,6 +273,9 @@ class _Merged:
             if rank in self.reasons:
                 return
             self.reasons[rank] = reason
+            if self._is_together and self.dead is None:
+                self._end_soon()
+                return
             lost, num_living = self._router.lose(place), len(self._router.living)
             if not num_living and self.dead is None:
                 self.dead = EngineDeadError("; ".join(self.reasons[one] for one in sorted(self.reasons)))
@@ -269,6 +284,30 @@ class _Merged:
             log.error(
                 "%s; %d requests are lost, %d of %d engines go on", reason, len(lost), num_living, len(self._ranks)
             )
+        self._fail(place, lost, reason)
+        if dead is not None and not num_living:
+            self._end(dead)
+
+    def _end_soon(self) -> None:
+        """An engine that only misses another may be heard before the notice of that one's death."""
+        if self._ending is None:
+            self._ending = threading.Timer(_TRUE_REASON_S, self._end_together)
+            self._ending.daemon = True
+            self._ending.start()
+
+    def _end_together(self) -> None:
+        with self._lock:
+            own = [self.reasons[rank] for rank in sorted(self.reasons)]
+            causes = [reason for reason in own if PEERS_LOST not in reason] or own
+            why = EngineDeadError(f"{'; '.join(causes)}; engines that share experts cannot go on alone")
+            dead = self.dead = self.dead or why  # it may be closed by now
+            lost = {place: self._router.lose(place) for place in tuple(self._router.living)}
+        log.error("%s; %d requests are lost", dead.reason, sum(map(len, lost.values())))
+        for place, requests in lost.items():
+            self._fail(place, requests, dead.reason)
+        self._end(dead)
+
+    def _fail(self, place: int, lost: Iterable[str], reason: str) -> None:
         death = EngineDeadError(reason)
         failed = [
             EngineOutput(request_id=one, new_token_ids=[], finish_reason=FinishReason.ERROR, error=str(death),
@@ -276,10 +315,15 @@ class _Merged:
             for one in lost
         ]  # fmt: skip
         self._tell(Outputs(outputs=failed, stats=_NOTHING, engine=place))
-        if dead is not None and not num_living:
-            self._fetched.put(None)
-            if self._sink is not None:
-                self._sink.died(dead)
+
+    def _end(self, dead: EngineDeadError) -> None:
+        with self._lock:
+            was_told, self._is_told = self._is_told, True
+        if was_told:
+            return
+        self._fetched.put(None)
+        if self._sink is not None:
+            self._sink.died(dead)
 
     def fetch(self) -> Outputs:
         outputs = self._fetched.get()

@@ -7,6 +7,7 @@ classes of many packages. Must not know: who the clients are, or how they reach 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.base.clock import Laps, now
@@ -27,6 +28,7 @@ from quire.schema.stats import StartPhase
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.engine.lockstep import Lockstep
     from quire.observe.kv_events import EventPublisher
 
 log = logger(__name__)
@@ -37,8 +39,11 @@ class Started(NamedTuple):
     ready: EngineReady
 
 
-def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
-    """Load the model, place the KV cache, warm up."""
+def start_engine(
+    config: EngineConfig, pulse: Pulse | None = None, wake: Callable[[int], None] | None = None
+) -> Started:
+    """Load the model, place the KV cache, warm up. `wake`: tells engines that have experts together with this one of a
+    step."""
     laps = Laps()
     began = now()
     scheduler_class = _scheduler_class(config)  # located before the model is loaded, as are addresses for events
@@ -78,10 +83,20 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     masks = make_masks(config, info.vocab_size)
     slots = scheduler.planner.adapters
     adapters = None if slots is None else EngineAdapters(executor, slots)
-    loop = EngineLoop(executor, scheduler, pulse=pulse, masks=masks, kv_events=kv_events, adapters=adapters)
+    loop = EngineLoop(
+        executor, scheduler, pulse=pulse, masks=masks, kv_events=kv_events, adapters=adapters,
+        lockstep=None if wake is None else _lockstep(executor, wake),
+    )  # fmt: skip
     if config.observability_config.collect_detailed_traces:
         loop.charge = Charge(scheduler.requests)
     return Started(loop, ready)
+
+
+def _lockstep(executor: Executor, wake: Callable[[int], None]) -> Lockstep:
+    from quire.engine.lockstep import Lockstep  # lazy
+
+    made: Lockstep = Lockstep(executor, wake)
+    return made
 
 
 def _event_publisher(config: EngineConfig) -> EventPublisher | None:

@@ -55,6 +55,10 @@ class WorkerProtocol(Protocol):
     def sample(self, step: int, mask: Mask | None) -> PendingResult:
         """Choose the tokens of a step that was started."""
 
+    def idle_step(self) -> bool:
+        """Take part in a step of other engines that share experts with this one, without tokens; whether any had
+        some."""
+
     def read_adapter(self, source: AdapterSource) -> None:
         """Begin to read an adapter into host memory; returns at once."""
 

@@ -1,8 +1,7 @@
 """Members: what the workers of an executor live and die with: processes of this host, other machines, actors of Ray.
 
 In: how a worker is started (`WorkerBoot`, by rank). Out: members, each with a descriptor that turns readable when it is
-gone (`notice`), and the reason in words. `Pulses` knows which workers have shown a sign of life lately. Must not know:
-verbs, or what a worker computes.
+gone (`notice`), and the reason in words. Must not know: verbs, or what a worker computes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from quire.base.procs import Child
 MAIN = "quire.executor.remote:main"
 SAID = 1  # exit code of a worker that has said why
 _DEATH_NOTICE_S = 0.5  # how much later than its peers' complaints the notice of a worker's death may come
-_CHECKS = 4  # of signs of life, within the limit
 
 
 class WorkerBoot(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +36,7 @@ class WorkerBoot(msgspec.Struct, frozen=True, kw_only=True):
     config_type: str
     config: msgspec.Raw
     beat_s: float = 0.0  # seconds between two signs of life; 0: it shows none
+    step_limit_s: float = 0.0  # after which a step that has not ended is worth the stacks of all threads; 0: never
 
 
 class Member(Protocol):
@@ -132,29 +131,3 @@ def why_lost(members: Sequence[Member]) -> str:
             return ""
         time.sleep(0.01)
     return "; ".join(member.why_dead() for member in lost)
-
-
-class Pulses:
-    """When each worker was last heard of. A worker that shows no sign of life for `limit` seconds hangs: its process is
-    stopped, or never lets go of the interpreter. Nobody is watched before `watch`: a start may be busy for longer.
-    `limit` 0: nobody ever is."""
-
-    def __init__(self, num_workers: int, limit: float) -> None:
-        self.limit = limit
-        self.patience = limit / _CHECKS if limit > 0 else None  # seconds between two calls of `silent`, at most
-        self._heard = [0.0] * num_workers
-        self._checked = 0.0
-        self._is_watching = False
-
-    def watch(self) -> None:
-        self._is_watching = self.limit > 0
-
-    def hear(self, rank: int) -> None:
-        self._heard[rank] = now()
-
-    def silent(self) -> list[int]:
-        """The ranks that hang. None does if this process itself was stopped meanwhile."""
-        last, self._checked = self._checked, now()
-        if not self._is_watching or self._checked - last > self.limit / 2:
-            self._heard = [self._checked] * len(self._heard)
-        return [rank for rank, heard in enumerate(self._heard) if self._checked - heard > self.limit]

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import socket
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.base import env
+from quire.base import env, registry
 from quire.base.lifeline import free_port
 from quire.base.log import logger
 from quire.config.engine import replace
+from quire.executor.base import WORKER
 from quire.executor.members import SAID, Departure, WorkerBoot
 from quire.executor.remote import RemoteExecutor
 from quire.schema.errors import EngineDeadError, MissingExtraError
@@ -32,6 +34,7 @@ log = logger(__name__)
 _NOTICE_S = 2.0  # how much later than its peers' complaints Ray may tell of a death
 _WAIT_S = 1.0
 _ANSWER_S = 60.0
+BUILD = "quire.executor.ray_actors:build_where_files_are"
 
 
 def on_ray(config: EngineConfig) -> RemoteExecutor:
@@ -48,12 +51,21 @@ def on_ray(config: EngineConfig) -> RemoteExecutor:
             num_workers=parallel.world_size,
             stages=parallel.pipeline_parallel_size,
             host=actors.address,
+            worker=BUILD,
             launch=actors,
             meeting=actors.meeting,
         )
     except BaseException:
         actors.close()
         raise
+
+
+def build_where_files_are(config: EngineConfig, *, rank: int, num_workers: int, meeting: str) -> Any:
+    """A worker of a node that may have its own copy of the model."""
+    from quire.config.relocate import find_files_here  # lazy
+
+    config = find_files_here(config, f"worker {rank}, on the Ray node {socket.gethostname()}")
+    return registry.load(WORKER)(config, rank=rank, num_workers=num_workers, meeting=meeting)
 
 
 class RayWorker:

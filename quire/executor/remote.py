@@ -4,10 +4,11 @@ What travels: to a worker WorkerCall (a verb of `WorkerProtocol`, or a call by n
 then WorkerReply. Types of arguments and answers are read from `WorkerProtocol` (base.py), so a new verb needs nothing
 here. Verbs run in the order sent; a step's result is read in a thread of its own, so that the next step can be started
 meanwhile. `forward` and, but for the rank that answers for all, `sample` are not answered: a failure there is said all
-the same, and ends the executor as a death does.
+the same, and ends the executor as a death does. So does a step that takes longer than any should: signs of life say
+what a worker is doing, and for how long (beats.py).
 Where workers run is the matter of a `Launch` (members.py): processes of this host, other machines (nodes.py), Ray
-(ray.py). Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker process gets
-through its standard input. Must not know what a plan means.
+(ray.py). Nothing is pickled. Over TCP connections are encrypted, and only made with, and every message is sealed with a
+secret of this run, which a worker process gets through its standard input. Must not know what a plan means.
 """
 
 from __future__ import annotations
@@ -29,21 +30,25 @@ from quire.base import env, registry
 from quire.base.clock import now
 from quire.base.codec import Codec, CodecError
 from quire.base.folders import remove_folder
-from quire.base.seal import Seal, new_secret
+from quire.base.log import logger
+from quire.base.seal import new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
-from quire.executor.members import SAID, Launch, Pulses, WorkerBoot, on_this_host, why_dead, why_lost
+from quire.executor.beats import Doing, Pulses, StepLimit, WorkerBeat, stacks
+from quire.executor.members import SAID, Launch, WorkerBoot, on_this_host, why_dead, why_lost
 from quire.schema.errors import EngineDeadError, InputError, QuireError, kind_of, message_of, rebuild_error
 from quire.schema.step import Mask, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
+log = logger(__name__)
 CONFIG = "quire.config:EngineConfig"
 _HUB = "executor"
 _MEETING = "meeting"
 _PATIENCE = 5.0  # seconds that a worker may take to leave
 _NOBODY = -1  # call id of an WorkerCall that is not answered
+_STEP_VERBS = ("forward", "sample", "idle_step")
 
 
 class WorkerCall(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -69,12 +74,6 @@ class WorkerReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     value: msgspec.Raw
     error: str | None = None
     error_kind: str = ""
-
-
-class WorkerBeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """A sign of life."""
-
-    rank: int
 
 
 class _Types(NamedTuple):
@@ -126,7 +125,7 @@ class RemoteExecutor:
         self._folder = private_folder()
         secret = None if host is None else new_secret()
         mine = _HUB if host is None else f"tcp://{host}:*"
-        self._hub = Hub(self._folder, mine=mine, seal=None if secret is None else Seal(secret))
+        self._hub = Hub(self._folder, mine=mine, secret=secret)
         self._ids = itertools.count()
         self._open: dict[tuple[int, int], Future[msgspec.Raw]] = {}  # by rank and call
         self._lock = threading.Lock()
@@ -134,6 +133,7 @@ class RemoteExecutor:
         self._when_dead: Callable[[EngineDeadError], None] | None = None
         self._joined = [Future[None]() for _ in range(num_workers)]
         self._pulses = Pulses(num_workers, env.WORKER_TIMEOUT_S.get())
+        self._steps = StepLimit(env.EXECUTE_MODEL_TIMEOUT_SECONDS.get(), self._pulses.patience)
         boot = msgspec.Raw(msgspec.msgpack.encode(config))
         ranks = range(num_workers)
         boots = [
@@ -148,7 +148,8 @@ class RemoteExecutor:
                 worker=worker,
                 config_type=config_type,
                 config=boot,
-                beat_s=self._pulses.patience or 0.0,
+                beat_s=self._steps.beat_s or self._pulses.patience or 0.0,
+                step_limit_s=self._steps.limit,
             )
             for rank in ranks
         ]
@@ -305,6 +306,8 @@ class RemoteExecutor:
     def _take(self, message: WorkerJoined | WorkerReply | WorkerBeat) -> None:
         self._pulses.hear(message.rank)
         if isinstance(message, WorkerBeat):
+            if why := self._steps.exceeded(message, self._name, self.num_workers):
+                raise PeerGoneError(why)
             return
         if isinstance(message, WorkerJoined):
             self._hub.open(str(message.rank), message.address)
@@ -368,13 +371,13 @@ def main(boot: bytes) -> None:
 
 def serve_worker(place: WorkerBoot) -> int:
     """A worker in this process, until it is told to leave: 0, or SAID if it could not be made and has said why."""
-    seal = None if place.secret is None else Seal(place.secret)
     name = str(place.rank).encode()
-    wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, seal=seal)
+    wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, secret=place.secret)
     end = _End(place.rank, wire)
     if place.beat_s > 0:
-        threading.Thread(target=end.beat, args=(place.beat_s,), name="signs of life", daemon=True).start()
-    wire.send(_FROM.encode(WorkerJoined(place.rank, place.mine if seal is None else wire.address)))
+        args = place.beat_s, place.step_limit_s
+        threading.Thread(target=end.beat, args=args, name="signs of life", daemon=True).start()
+    wire.send(_FROM.encode(WorkerJoined(place.rank, place.mine if place.secret is None else wire.address)))
     try:
         config = msgspec.msgpack.decode(place.config, type=registry.load(place.config_type))
         worker = registry.load(place.worker)(
@@ -395,6 +398,7 @@ class _End:
     def __init__(self, rank: int, wire: Wire) -> None:
         self._rank, self._wire = rank, wire
         self._results: queue.SimpleQueue[tuple[int, PendingResult]] = queue.SimpleQueue()
+        self._called, self._read = Doing(), Doing()  # by the thread that runs calls, and by that which reads results
 
     def serve(self, worker: WorkerProtocol) -> None:
         """Until `shutdown` was asked for."""
@@ -403,11 +407,16 @@ class _End:
             frames = self._wire.receive()
             assert frames is not None
             call = _TO.decode(frames)
+            is_step = call.verb in _STEP_VERBS and not call.is_call
             try:
+                if is_step:
+                    self._called.begin(call.verb)
                 value = _run(worker, call)
             except Exception as failed:  # noqa: BLE001  # said to whoever asked
                 self.fail(call.call_id, failed)
                 continue
+            finally:
+                self._called.end()
             if call.verb == "shutdown" and not call.is_call:
                 return
             if call.verb == "sample" and not call.is_call:
@@ -415,20 +424,31 @@ class _End:
             elif call.call_id != _NOBODY:
                 self._answer(call.call_id, value)
 
-    def beat(self, seconds: float) -> None:
+    def beat(self, seconds: float, limit: float) -> None:
+        was_late = False
         with contextlib.suppress(PeerGoneError):  # closed: the process ends
             while True:
                 time.sleep(seconds)
-                self._wire.send(_FROM.encode(WorkerBeat(self._rank)))
+                beat = max(
+                    self._called.as_beat(self._rank), self._read.as_beat(self._rank), key=lambda one: one.seconds
+                )
+                is_late = 0 < limit <= beat.seconds
+                if is_late and not was_late:
+                    log.error("A step has been in %r for %.1f s\n%s", beat.doing, beat.seconds, stacks())
+                was_late = is_late
+                self._wire.send(_FROM.encode(beat))
 
     def _read_results(self) -> None:
         while True:
             call_id, pending = self._results.get()
+            self._read.begin("result")
             try:
                 result = pending.result()
             except Exception as failed:  # noqa: BLE001  # said to whoever asked
                 self.fail(call_id, failed)
                 continue
+            finally:
+                self._read.end()
             if call_id != _NOBODY:
                 self._answer(call_id, result)
 

@@ -21,10 +21,11 @@ from quire.ops.op import Kernels
 from quire.ops.parts import PartialSums
 from quire.quant.experts import ExpertShape, Rule, StoredExperts
 from quire.quant.scheme import Slot, Storage
-from quire.quant.shard import Cut, Span
+from quire.quant.shard import Cut, ExpertSpread, Span
 
 if TYPE_CHECKING:
     from quire.layers.adapters import ExpertAdapters
+    from quire.quant.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,33 @@ class MoeKind:
 
 class Experts(ExpertLayer):
     """The experts of a mixture. Where ranks share them, each has some entries of every expert, or some experts whole
-    (`own`): then it computes what tokens have chosen of these, and the sum over ranks has the rest."""
+    (`own`): then it computes what tokens have chosen of these, and the sum over ranks has the rest. Ranks of several
+    engines may share them: then tokens of all engines are gathered first, and each gets its own back."""
 
-    def __init__(self, prefix: str, shape: ExpertShape, storage: Storage, own: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        shape: ExpertShape,
+        storage: Storage,
+        own: tuple[int, ...] | None = None,
+        rows_per_token: int = 1,
+    ) -> None:
         super().__init__()
         self.prefix = prefix
-        self._share = None if own is None else ExpertShare(own, shape.experts, storage.kernels)
+        self._spread = None if own is None else storage.group.spread
+        self._rows_per_token = rows_per_token
+        self._share = None
+        if (placed := None if own is None else storage.group.place_experts(shape.experts)) is not None:
+            counts = storage.group.broadcast is not None
+            self._share = ExpertShare(placed, storage.group.expert_rank, shape.experts, storage.kernels, counts=counts)
         self.hold(storage.schemes.of_experts(prefix).create(shape if own is None else replace(shape, experts=len(own))))
         self._reduce = None if shape.ffn.is_whole and own is None else storage.group.reduce
         self.adapters: ExpertAdapters | None = None  # unless the engine serves adapters
+
+    @property
+    def share(self) -> ExpertShare | None:
+        """None: all experts are here, or a part of every one."""
+        return self._share
 
     @property
     def is_summed(self) -> bool:
@@ -75,7 +94,10 @@ class Experts(ExpertLayer):
     def forward(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         """Sum over a token's experts of weight * expert(x); added to `stream`, which a sum over ranks does not take."""
         if self._share is not None:
-            y = self._share.multiply(self.stored, x, weights, index)
+            if self._spread is not None:
+                y = self._across(self._spread, self._share, x, weights, index)
+            else:
+                y = self._share.multiply(self.stored, x, weights, index)
             return y if self._reduce is None else self._reduce(y)
         y = self.stored.multiply(x, weights, index, stream)
         if self.adapters is not None:
@@ -83,6 +105,12 @@ class Experts(ExpertLayer):
                 own = self.adapters.multiply(slot, x[rows], weights[rows], index[rows])
                 y[rows] = own if stream is None else own + stream[rows]
         return y if self._reduce is None else self._reduce(y)
+
+    def _across(self, spread: ExpertSpread, share: ExpertShare, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        """The sum over engines; that over the ranks of each is still to come."""
+        each = self._rows_per_token
+        x, weights, index = spread.gather(each, x, weights.float(), index.to(torch.int32))
+        return spread.scatter(each, share.multiply(self.stored, x, weights, index.to(torch.int64)))
 
     def slots(self) -> Iterator[Slot]:
         slots = self.stored.slots()
@@ -92,18 +120,45 @@ class Experts(ExpertLayer):
 
 
 class ExpertShare:
-    """Which experts of a mixture a rank has, and how tokens and tensors of checkpoints find them."""
+    """Which experts of a mixture a rank has, and how tokens and tensors of checkpoints find them. Of an expert that
+    several ranks have, each computes what every n-th row has chosen of it; all ranks see the same rows."""
 
-    def __init__(self, own: tuple[int, ...], count: int, kernels: Kernels) -> None:
-        self._own, self._count = own, count
+    def __init__(self, placed: Placement, rank: int, count: int, kernels: Kernels, *, counts: bool = False) -> None:
+        """`counts`: how often experts are chosen."""
+        self._rank, self._count = rank, count
         self._is_static = kernels.device.type != "cpu"  # shapes must not depend on what tokens choose
-        places = torch.full((count,), -1, dtype=torch.int64)
-        places[list(own)] = torch.arange(len(own))
-        self._places = places.to(kernels.device)
+        # of each expert's copies, in the order of ranks: the place here, or -1; and how many there are
+        self._places = torch.empty((count, len(placed)), dtype=torch.int64, device=kernels.device)
+        self._copies = torch.empty((count,), dtype=torch.int64, device=kernels.device)
+        self.loads = torch.zeros((count,), dtype=torch.int64, device=kernels.device) if counts else None
+        self.place(placed)
+
+    def place(self, placed: Placement) -> None:
+        """From now on ranks have these; the tables stay where they are."""
+        self.placed, self._own = placed, placed[self._rank]
+        places = torch.full(self._places.shape, -1, dtype=torch.int64)
+        copies = torch.zeros_like(places[:, 0])
+        for rank, own in enumerate(placed):
+            for place, expert in enumerate(own):
+                if rank == self._rank:
+                    places[expert, copies[expert]] = place
+                copies[expert] += 1
+        self._places.copy_(places)
+        self._copies.copy_(copies)
+        self._has_copies = int(copies.max()) > 1
+
+    def _find(self, index: Tensor) -> Tensor:
+        """[rows, choices]: the place here of what was chosen, or -1."""
+        if not self._has_copies and not self._is_static:
+            return self._places[:, 0][index]
+        rows = torch.arange(len(index), device=index.device)[:, None]
+        return self._places[index, rows % self._copies[index]]
 
     def multiply(self, stored: StoredExperts, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """The part of the sum over a token's experts that this rank has."""
-        place = self._places[index]
+        if self.loads is not None:
+            self.loads.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
+        place = self._find(index)
         is_own = place >= 0
         if self._is_static:  # what lies elsewhere is computed with some expert, and weighs nothing
             return stored.multiply(x, weights.masked_fill(~is_own, 0), place.clamp_min(0))
@@ -154,7 +209,9 @@ class Moe(nn.Module):
         shape = ExpertShape(
             kind.experts, kind.latent or width, entries, kind.gated, kind.expert_bias, between, _rule(kind, act)
         )
-        self.experts = Experts(f"{prefix}experts.", shape, storage, own)
+        each = kind.top_k if kind.weigh_input else 1
+        self.experts = Experts(f"{prefix}experts.", shape, storage, own, each)
+        self._empty = storage.kernels.device, storage.dtype, kind.latent or width, 1 if kind.weigh_input else kind.top_k
         narrow = Linear(prefix, width, {"fc1_latent_proj": kind.latent}, storage) if kind.latent else None
         self.narrow, self.widen = narrow, None
         if kind.latent:
@@ -201,6 +258,12 @@ class Moe(nn.Module):
         shared = self.shared(x)
         return out + (shared if self.shared_gate is None else self._sigmoid(self.shared_gate(x)) * shared)
 
+    def idle(self) -> None:
+        """Compute what this rank's experts are for the tokens of other engines, having none."""
+        device, dtype, width, choices = self._empty
+        index = torch.empty((0, choices), dtype=torch.int64, device=device)
+        self.experts(torch.empty((0, width), dtype=dtype, device=device), index.float(), index)
+
     def join(self, x: Tensor, norm: NormRule) -> Tensor:
         """x + moe(norm(x)), for a few rows: see ops/few.py."""
         logits, h = self._norm_router(x, norm, *self.router.read_plain(), self.kind.router_wide)
@@ -218,6 +281,12 @@ class Moe(nn.Module):
     def slots(self) -> Iterator[Slot]:
         if self.select_bias is not None:
             yield Slot(f"{self.prefix}gate.e_score_correction_bias", self.select_bias.data)
+
+
+def mixtures_of(model: object) -> list[Moe]:
+    """In the order in which a step comes to them."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [module for module in modules if isinstance(module, Moe)]
 
 
 def _rule(kind: MoeKind, act: str) -> Rule | None:

@@ -112,6 +112,13 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
                 "own code",
                 param="quantization",
             )
+        if group.spread is not None:
+            raise NotBuiltError(
+                "enable_expert_parallel with data_parallel_size above 1 is built for declared architectures only, not "
+                "for transformers' own code",
+                param="enable_expert_parallel",
+                value=True,
+            )
         if not group.is_alone:
             name, size = ("tensor", group.size) if group.size > 1 else ("pipeline", group.stages)
             raise NotBuiltError(

@@ -84,13 +84,15 @@ def packed_cache_for(
     about = config.model_config
     if not env.CPU_PACKED_CACHE.get() or kernels() is None or not isinstance(model, nn.Module):
         return None
-    if not packed_matrices(model):
+    if not packed_matrices(model) or group.broadcast is not None:  # what is mapped cannot move between ranks
         return None
     read = {"config": about.hf_config, "dtype": about.dtype, "form": about.weight_form,
             "format": config.load_config.load_format, "rank": group.rank, "ranks": group.size}  # fmt: skip
     use: tuple[object, ...] = (about.convert,) if about.is_pooling else ()  # which has other parameters
     if group.placement:
         use += (f"experts {group.placement}",)
+        if group.spread is not None:
+            use += (group.spread.rank, group.spread.size)
     if isinstance(model, HasRole):
         use += (model.role,)
     if group.stages > 1:

@@ -77,6 +77,10 @@ class StoredExperts(ABC):
         """Those that are stored one by one."""
         return iter(())
 
+    def tensors_of(self, place: int) -> list[Tensor]:
+        """All that one expert is, as it is stored: copied from one rank to another, it is the same expert there."""
+        return [parameter.data[place] for _, parameter in self.parameters()]
+
     def num_numbers(self) -> dict[str, int]:
         """How many numbers parameters stand for, by their names, where that is not how many they hold."""
         return {}
@@ -201,6 +205,9 @@ class SeparateExperts(StoredExperts):
         for side, own in (("up", self.up), ("down", self.down)):
             for expert, matrix in enumerate(own):
                 yield f"{side}.{expert}", matrix
+
+    def tensors_of(self, place: int) -> list[Tensor]:
+        return [parameter.data for side in (self.up, self.down) for _, parameter in side[place].parameters()]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, matrix in self.matrices():

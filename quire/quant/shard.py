@@ -3,19 +3,23 @@
 Stages of a pipeline have layers each, and the ranks of a stage share every one of these layers. A layer says what it is
 cut by (heads, entries of an mlp, rows of a vocabulary) and asks its `ShardGroup` for the `Span`; a weight scheme turns
 spans into a `Cut` of the tensor that a checkpoint stores. Sums over ranks go through `ShardGroup.reduce`, whoever
-provides it. Must not know: processes, devices, which layer it is.
+provides it. Experts may be divided among the ranks of several engines (`ExpertSpread`). Must not know: processes,
+devices, which layer it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.quant.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,26 @@ def as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+class ExpertSpread(Protocol):
+    """The ranks of all engines that divide experts among themselves. Each engine has tokens of its own, and all run
+    every step together: so a layer's experts see the tokens of all. Outside a step an engine is by itself."""
+
+    rank: int  # among those of all engines
+    size: int
+
+    def begin(self, num_tokens: int) -> bool:
+        """A step in which this engine has so many tokens; returns once all engines are there: whether any has one."""
+
+    def end(self) -> None:
+        """Of the step."""
+
+    def gather(self, rows_per_token: int, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Rows [this engine's tokens * rows_per_token, any] of each part -> those of all engines."""
+
+    def scatter(self, rows_per_token: int, y: Tensor) -> Tensor:
+        """Rows of all engines -> the sum over engines of this one's rows."""
+
+
 @dataclass(frozen=True)
 class ShardGroup:
     """The ranks among which matrices are cut, as one of them sees it; and which of a pipeline's stages they are."""
@@ -84,6 +108,10 @@ class ShardGroup:
     stage: int = 0
     stages: int = 1
     placement: str = ""  # of whole experts: linear | round_robin; "": every rank has some entries of each
+    spread: ExpertSpread | None = None  # None: these ranks have all experts among themselves
+    redundant: int = 0  # copies of experts, besides one of each
+    # what one of the ranks that share the experts has, on all of them, in place; None: experts stay where they are
+    broadcast: Callable[[Tensor, int], None] | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -111,14 +139,23 @@ class ShardGroup:
 
     def own_experts(self, count: int) -> tuple[int, ...] | None:
         """The experts that this rank has whole, some ranks one more than others; None: a share of every one."""
-        if not self.placement or self.size == 1:
+        placed = self.place_experts(count)
+        return None if placed is None else placed[self.expert_rank]
+
+    def place_experts(self, count: int) -> Placement | None:
+        """Those of all ranks that share them, at first."""
+        size = self.size if self.spread is None else self.spread.size
+        if not self.placement or size == 1:
             return None
-        if count < self.size:
-            raise ConfigError(f"{count} experts cannot be shared out among {self.size} ranks", value=count)
-        if self.placement == "round_robin":
-            return tuple(range(self.rank, count, self.size))
-        span = self.uneven_span(count)
-        return tuple(range(span.start, span.start + span.count))
+        from quire.quant.placement import first_placement  # lazy
+
+        placed: Placement = first_placement(count, size, self.placement, self.redundant)
+        return placed
+
+    @property
+    def expert_rank(self) -> int:
+        """Among the ranks that share experts."""
+        return self.rank if self.spread is None else self.spread.rank
 
     def uneven_span(self, units: int) -> Span:
         """A share where some ranks may have one more than others."""

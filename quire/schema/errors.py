@@ -26,6 +26,10 @@ def _readable(message: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 100]} … {text[-90:]}"
 
 
+# Of one of several engines that have experts together: another one is gone, which may have its own reason.
+PEERS_LOST = "did not come to a step of the engines that share experts"
+
+
 class QuireError(Exception):
     """Anything Quire raises on purpose."""
 

@@ -101,7 +101,13 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
     client: int
 
 
-ToEngine = EngineRequest | EngineRequests | Abort | ControlCall | Stop | Hello | Left
+class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
+    """Said by another engine that has experts together with this one: it begins a step, which needs all of them."""
+
+    step: int
+
+
+ToEngine = EngineRequest | EngineRequests | Abort | ControlCall | Stop | Hello | Left | Wake
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

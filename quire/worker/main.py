@@ -99,13 +99,19 @@ def build_worker(
     if device.type == "cpu":
         register(threads)
     made = worker_class(config.parallel_config.worker_extension_cls)
-    if num_workers == 1:
+    if num_workers == 1 and not parallel.experts_meeting:
         return made(config, device, PARTS, laps, early)
-    from quire.worker.ranks import join  # lazy
+    from quire.worker.ranks import join, join_engines  # lazy
 
-    joined = join(rank, num_workers, meeting, device, parallel.pipeline_parallel_size)
+    if parallel.experts_meeting:
+        engine = parallel.data_parallel_rank, parallel.data_parallel_size
+        joined = join_engines(rank, num_workers, *engine, parallel.experts_meeting, device)
+    else:
+        joined = join(rank, num_workers, meeting, device, parallel.pipeline_parallel_size)
     placement = parallel.expert_placement_strategy if parallel.enable_expert_parallel else ""
-    group = replace(joined.group, placement=placement)
+    moves = joined.broadcast if parallel.enable_eplb else None
+    redundant = parallel.eplb_config.num_redundant_experts
+    group = replace(joined.group, placement=placement, redundant=redundant, broadcast=moves)
     return made(config, device, PARTS, laps, early, group, joined.link, joined.gather)
 
 

@@ -21,6 +21,7 @@ from quire.base.log import logger
 from quire.quant.shard import ShardGroup, as_it_is
 from quire.schema.errors import ConfigError
 from quire.worker.pipe import Link, Sent
+from quire.worker.spread import EngineSpread
 
 _log = logger(__name__)
 LAUNCHED = "env://"  # in place of a meeting: as the variables of a launcher say
@@ -30,6 +31,7 @@ class Joined(NamedTuple):
     group: ShardGroup
     link: Link | None  # None: one stage
     gather: Callable[[int], list[int]] | None = None  # only where each rank has an engine of its own
+    broadcast: Callable[[Tensor, int], None] | None = None  # of one of the ranks that share experts, to all of them
 
 
 def join(rank: int, size: int, meeting: str, device: torch.device, stages: int = 1) -> Joined:
@@ -47,13 +49,36 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     stage, own = divmod(rank, share)
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        return Joined(ShardGroup(rank, size, _sum_over(None)), None)
+        return Joined(ShardGroup(rank, size, _sum_over(None)), None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
     reduce: Callable[[Tensor], Tensor] = as_it_is
+    broadcast = None
     if share > 1:  # every rank makes the groups of all stages
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
-        reduce = _sum_over(groups[stage])
-    return Joined(ShardGroup(own, share, reduce, stage, stages), _ProcessLink(rank - share, rank + share))
+        reduce, broadcast = _sum_over(groups[stage]), _broadcast_over(groups[stage], stage * share)
+    link = _ProcessLink(rank - share, rank + share)
+    return Joined(ShardGroup(own, share, reduce, stage, stages), link, broadcast=broadcast)
+
+
+def join_engines(rank: int, size: int, engine: int, engines: int, meeting: str, device: torch.device) -> Joined:
+    """Among the ranks of several engines, which have experts together. Returns once all are there."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    _choose_interface(meeting)
+    limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
+    distributed.init_process_group(
+        backend, init_method=meeting, rank=engine * size + rank, world_size=size * engines, timeout=limit,
+        device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+    reduce: Callable[[Tensor], Tensor] = as_it_is
+    if size > 1:  # every rank makes the groups of all
+        own = [distributed.new_group(range(e * size, (e + 1) * size), timeout=limit) for e in range(engines)]
+        reduce = _sum_over(own[engine])
+    peers = [range(r, size * engines, size) for r in range(size)]
+    across = [distributed.new_group(ranks, timeout=limit) for ranks in peers]
+    talks = across if backend == "gloo" else [distributed.new_group(r, timeout=limit, backend="gloo") for r in peers]
+    _log.info("Rank %d of %d in engine %d of %d (%s)", rank, size, engine, engines, backend)
+    spread = EngineSpread(engine, engines, rank, size, across[rank], talks[rank])
+    return Joined(ShardGroup(rank, size, reduce, spread=spread), None, broadcast=_broadcast_over(None))
 
 
 def _join_launched(rank: int, size: int, backend: str) -> Joined:
@@ -123,6 +148,15 @@ def _sum_over(group: Any) -> Callable[[Tensor], Tensor]:
         return x
 
     return sum_
+
+
+def _broadcast_over(group: Any, first: int = 0) -> Callable[[Tensor, int], None]:
+    """`first`: the rank of the group's first among all."""
+
+    def broadcast(x: Tensor, source: int) -> None:
+        distributed.broadcast(x, first + source, group=group)
+
+    return broadcast
 
 
 def gpu_of(rank: int, size: int) -> int:

@@ -44,7 +44,9 @@ from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
     from quire.models.build import Model
+    from quire.quant.shard import ExpertSpread
     from quire.worker.adapters import WorkerAdapters
+    from quire.worker.balance import ExpertBalance
     from quire.worker.media import WorkerMedia
     from quire.worker.pipe import Pipe
 
@@ -145,15 +147,17 @@ class ModelRunner:
         adapters: WorkerAdapters | None = None,  # None: no plan may place one
         pipe: Pipe | None = None,  # None: all layers are here
         media: WorkerMedia | None = None,  # None: no request may have any
+        spread: ExpertSpread | None = None,  # None: no experts are in other engines
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
         self.adapter_graphs = adapter_graphs
         self.copies, self.adapters, self.media = BlockCopies(kv), adapters, media
-        self._download = downloader(rows.tokens.device)
+        self._download, self._spread = downloader(rows.tokens.device), spread
         self.scaled = scaled or {}
         self.drafts: Drafts | None = None
         self.pipe, self.samples = pipe, pipe is None or pipe.is_last
+        self.balance: ExpertBalance | None = None  # None: experts stay where they are
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
@@ -196,6 +200,8 @@ class ModelRunner:
             flight = self._start(plan, shape) if self.inputs is None else self._launch(plan, shape, self.inputs)
             if moves:
                 self.copies.run(moves, after=True)
+            if self.balance is not None:
+                self.balance.end_step()
             flight.seconds = now() - began
             self._flight = flight
 
@@ -208,7 +214,17 @@ class ModelRunner:
         return flight
 
     def _compute(self, batch: Batch) -> Tensor:
+        if self._spread is not None:
+            return self._compute_beside(self._spread, batch)
         return self.model.forward(batch) if self.pipe is None else self.pipe.run(self.model.forward, batch)
+
+    def _compute_beside(self, spread: ExpertSpread, batch: Batch) -> Tensor:
+        """Together with the steps of other engines."""
+        try:
+            spread.begin(batch.num_tokens)
+            return self.model.forward(batch)
+        finally:
+            spread.end()
 
     def _launch(self, plan: StepPlan, shape: StepShape, inputs: DeviceInputs) -> _Flight:
         """The whole step, choice of tokens included, where the rows' parameters allow it."""

@@ -25,6 +25,13 @@ def save_sharded_state(
         raise NotBuiltError(
             f"saving weights that are stored in {form} blocks is not built; load with dtype=float32 or bfloat16 first"
         )
+    if worker.group.spread is not None:
+        raise NotBuiltError(
+            "save_sharded_state: the engine has some of the experts, and other engines the rest; save without "
+            "enable_expert_parallel, or with data_parallel_size 1"
+        )
+    if worker.group.broadcast is not None:
+        raise NotBuiltError("save_sharded_state: experts may have moved to other ranks; save without enable_eplb")
     model = worker.get_model()
     were_laid = reopen_matrices(model)
     try:

@@ -24,6 +24,7 @@ from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
 from quire.layers.batch import ScaledCache
+from quire.layers.moe import mixtures_of
 from quire.layers.stored import num_numbers
 from quire.ops.lora import captured_rows
 from quire.ops.op import Kernels
@@ -274,7 +275,7 @@ class Worker:
         media = self._make_media(rows) if self.config.model_config.takes_media else None
         runner = ModelRunner(
             model, rows, sampler, backend, kv=kv, scaled=scaled, adapters=self._adapters, pipe=self._make_pipe(),
-            media=media,
+            media=media, spread=self.group.spread,
         )  # fmt: skip
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
@@ -333,6 +334,8 @@ class Worker:
     def _graph_sizes(self) -> tuple[int, ...]:
         """Buckets of decode graphs: none on CPU, nor in a pipeline; none larger than what holds every row."""
         if self.device.type == "cpu" or self.group.stages > 1 or not self.get_model().captures:
+            return ()
+        if self.group.spread is not None:  # how many rows are gathered is another number in each step
             return ()
         compilation = self.config.compilation_config
         mode = CUDAGraphMode[compilation.cudagraph_mode or "NONE"]
@@ -397,6 +400,7 @@ class Worker:
                 self._laps.mark("library")
             freed = tuple(one.item.key for one in encode)
             self.forward(StepPlan(step=0, grants=(), left=("warm-up",), free_encoded=freed))
+        self._balance_experts(self.model_runner)
         if self.config.cache_config.calculate_kv_scales:
             self.model_runner.calibrate_next()
         if not on_cpu:
@@ -436,6 +440,37 @@ class Worker:
         budget = self.config.scheduler_config.max_num_batched_tokens
         return min(32, budget, self.config.model_config.max_model_len - 1)
 
+    def _balance_experts(self, runner: ModelRunner) -> None:
+        """From now on; all ranks are at the same step."""
+        broadcast, mixtures = self.group.broadcast, mixtures_of(self.get_model())
+        if broadcast is None or not mixtures:
+            return
+        from quire.worker.balance import ExpertBalance  # lazy
+
+        how = self.config.parallel_config.eplb_config
+        runner.balance = ExpertBalance(
+            mixtures, broadcast, rank=self.group.expert_rank, interval=how.step_interval, window=how.window_size,
+            log_every=how.log_balancedness_interval if how.log_balancedness else 0,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def idle_step(self) -> bool:
+        """A step without tokens, beside other engines that share experts with this one."""
+        spread = self.group.spread
+        if spread is None:
+            raise RuntimeError("the worker's experts are not spread over several engines")
+        try:
+            is_busy = spread.begin(0)
+            if is_busy:
+                for mixture in mixtures_of(self.get_model()):
+                    mixture.idle()
+                runner = self.model_runner
+                if isinstance(runner, ModelRunner) and runner.balance is not None:
+                    runner.balance.end_step()
+        finally:
+            spread.end()
+        return is_busy
+
     def read_adapter(self, source: AdapterSource) -> None:
         self.adapters.begin(source)
 
@@ -458,7 +493,8 @@ class Worker:
         self._model = self._runner = self._adapters = self._drafter = self._encoder = None
         self._scaled = {}
         self.forward = self.sample = _no_runner
-        if not self.group.is_alone and self._gather is None:  # else the process group is the program's
+        has_peers = not self.group.is_alone or self.group.spread is not None
+        if has_peers and self._gather is None:  # else the process group is the program's
             from quire.worker.ranks import leave  # lazy
 
             leave()

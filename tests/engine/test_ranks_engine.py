@@ -147,6 +147,21 @@ def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatc
     asyncio.run(scene())
 
 
+def test_a_rank_that_never_comes_to_a_sum_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process lives and shows signs of life; the other one waits inside gloo."""
+    monkeypatch.setenv("QUIRE_EXECUTE_MODEL_TIMEOUT_SECONDS", "5")
+    env.forget_all()
+    with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        assert len(llm.generate(PROMPTS, params, use_tqdm=False)) == 3
+        llm.collective_rpc("tests.rank_probe:stall", args=(1,))
+        limit = r"a step did not end within 5 s \(QUIRE_EXECUTE_MODEL_TIMEOUT_SECONDS\): "
+        waits = r"worker 0 has been in 'forward' for [\d.]+ s, at \w+ \([\w.]+:\d+\); "
+        stuck = r"worker 1 has been in 'forward' for [\d.]+ s, at wait \(threading.py:\d+\)"
+        with pytest.raises(EngineDeadError, match=limit + waits + stuck):
+            llm.generate(PROMPTS, params, use_tqdm=False)
+
+
 def test_a_pooling_model(tmp_path: Path) -> None:
     make_pooling("BertModel", tmp_path)
     options = OPTIONS | {"max_model_len": 48}

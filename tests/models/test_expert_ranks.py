@@ -6,6 +6,7 @@ threads here; tests/engine/test_ranks_engine.py has processes.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineArgs
-from quire.layers.moe import Experts
+from quire.layers.moe import Experts, mixtures_of
 from quire.loader.load import load_model
 from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import ConfigError
+from quire.worker.balance import ExpertBalance
 from tests.models.test_ranks import LOADING, check
 from tests.shard_rank import loaded, size_of, steps
 from tests.thread_ranks import on_ranks
@@ -85,6 +87,44 @@ def test_quantized_experts(form: str, placement: str, tmp_path: Path) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
     shares = on_ranks(2, lambda group: steps(quantized(replace(group, placement=placement))))
     check(shares, wanted)
+
+
+@pytest.mark.parametrize("form", [None, "fp8", "int8_wo"])
+def test_experts_that_move(form: str | None, tmp_path: Path) -> None:
+    """Whatever the loads are: the logits stay, and each rank keeps as many experts."""
+    make_tiny("MixtralForCausalLM", tmp_path)
+
+    def made(group: ShardGroup) -> Any:
+        args = EngineArgs(
+            model=str(tmp_path), dtype="float32", max_model_len=64, skip_tokenizer_init=True, device="cpu",
+            quantization=form,
+        )  # fmt: skip
+        with LOADING:
+            return load_model(args.create_engine_config(), "cpu", group)
+
+    def moving(group: ShardGroup) -> tuple[list[list[Tensor]], list[Any]]:
+        model, rng = made(replace(group, placement="linear", redundant=1)), random.Random(5)
+        assert group.broadcast is not None
+        mixtures = mixtures_of(model)
+        balance = ExpertBalance(mixtures, group.broadcast, rank=group.rank, interval=2, window=1)
+        logits, placements = [steps(model)], [[mixture.experts.share.placed for mixture in mixtures]]
+        for turn in range(6):
+            for mixture in mixtures:
+                mixture.experts.share.loads.copy_(torch.tensor([rng.choice((0, 3, 500)) for _ in range(4)]))
+            balance.end_step()
+            assert turn % 2 or len(placements) == 1 + turn // 2  # nothing moves in between
+            if turn % 2:
+                logits.append(steps(model))
+                placements.append([mixture.experts.share.placed for mixture in mixtures])
+        assert balance.num_moved > 0
+        return logits, placements
+
+    wanted = steps(made(ALONE))
+    shares = on_ranks(2, moving, moves=True)
+    assert shares[0][1] == shares[1][1] and len({str(placed) for placed in shares[0][1]}) > 1
+    assert {tuple(map(len, placed)) for layers in shares[0][1] for placed in layers} == {(2, 3)}
+    for turn in range(4):
+        check([logits[turn] for logits, _ in shares], wanted)
 
 
 def test_which_experts_a_rank_has() -> None:

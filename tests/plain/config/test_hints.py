@@ -80,7 +80,7 @@ def test_nothing_is_said_of_defaults_and_of_what_holds(tmp_path: Path, told: pyt
         ["--enable-moe-shared-loras"], ["--runner", "draft"],
         ["--speculative-config", '{"method": "dflash", "num_speculative_tokens": 2}'],
         ["-ac.use_non_causal", "true"], ["--use-fp64-gumbel"], ["--enable-sleep-mode"],
-        ["--enable-eplb"], ["--ray-workers-use-nsight"], ["--attention-backend", "FLASH_ATN"],
+        ["--ray-workers-use-nsight"], ["--attention-backend", "FLASH_ATN"],
     ],
     ids=str,
 )  # fmt: skip

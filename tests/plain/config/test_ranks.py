@@ -81,6 +81,24 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
             NotBuiltError,
             "adapters are not divided as whole experts",
         ),
+        ({"enable_eplb": True, "tensor_parallel_size": 2}, ConfigError, "enable_eplb: it needs enable_expert_parallel"),
+        ({"enable_eplb": True, "enable_expert_parallel": True}, ConfigError, "enable_eplb: there is one rank"),
+        (
+            {"eplb_config": {"num_redundant_experts": 2}},
+            ConfigError,
+            "num_redundant_experts is 2, which needs enable_e",
+        ),
+        ({"eplb_config": {"step_interval": 0}}, ConfigError, "step_interval"),
+        (
+            {
+                "enable_eplb": True,
+                "enable_expert_parallel": True,
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 2,
+            },
+            NotBuiltError,
+            "enable_eplb: experts do not move together with pipeline stages",
+        ),
         ({"tensor_parallel_size": MOST_RANKS + 1}, ConfigError, f"at most {MOST_RANKS} ranks"),
         ({"tensor_parallel_size": 0}, ConfigError, "at least 1"),
         ({"pipeline_parallel_size": 0}, ConfigError, "at least 1"),
@@ -101,6 +119,38 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=said):
         resolve(tmp_path, **options)
+
+
+MIXTURE = LLAMA | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, ""),
+        ({"tensor_parallel_size": 2}, ""),
+        ({"data_parallel_rank": 1}, "several programs start them"),
+        ({"pipeline_parallel_size": 2}, "they have pipeline stages"),
+        ({"enable_lora": True}, "they serve adapters"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "they draft"),
+        ({"load_format": "sharded_state"}, "files of load_format 'sharded_state'"),
+    ],
+)
+def test_whose_experts_are_divided_among_engines(
+    options: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    more = dict(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, enable_expert_parallel=True, **options)
+    parallel = EngineArgs(**more, data_parallel_size=2).create_engine_config().parallel_config
+    assert parallel.experts_span_engines is (not said)
+    assert ("divides experts among" in caplog.text) is bool(said) and said in caplog.text
+    if "data_parallel_rank" not in options:
+        assert not EngineArgs(**more).create_engine_config().parallel_config.experts_span_engines
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    parallel = EngineArgs(**more, data_parallel_size=2).create_engine_config().parallel_config
+    assert not parallel.experts_span_engines and "the model has no experts" in caplog.text
 
 
 def test_stages_have_a_step_each_and_no_look_ahead(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ import pytest
 import quire.checkpoint.source as source
 from quire.checkpoint import embedded
 from quire.checkpoint.source import locate, read_json, stored_dtype
+from quire.cli.serve import serve
+from quire.config.engine import EngineConfig, replace
+from quire.config.relocate import find_files_here
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 from tests import fake_hub
 
@@ -201,6 +204,26 @@ def test_hub_answers_no(hub: Any, kind: str, words: str) -> None:
     hub([], fails=type(kind, (OSError,), {})("no"))
     with pytest.raises(ModelNotFoundError, match=words):
         locate("org/m")
+
+
+def test_a_machine_finds_the_files_that_another_one_named(hub: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_TOKEN", "of this machine")
+    source.env.HF_TOKEN.forget()
+    there = replace(EngineConfig(), **{"model_config.model": "org/m", "model_config.path": str(tmp_path / "elsewhere")})
+    there = replace(there, **{"model_config.tokenizer": there.model_config.path})
+    (tmp_path / "config.json").write_text("{}")
+    fake = hub(["config.json", "model.safetensors"])
+    here = find_files_here(there, "worker 1")
+    assert here.model_config.path == here.model_config.tokenizer == str(tmp_path)
+    assert fake.asked[0]["token"] == "of this machine"
+    assert find_files_here(here, "worker 1") is here and len(fake.asked) == 1  # they are there
+    hub([], fails=type("GatedRepoError", (OSError,), {})("no"))
+    with pytest.raises(ModelNotFoundError, match=r"worker 1: model 'org/m' needs permission.*HF_TOKEN in the env"):
+        find_files_here(there, "worker 1")
+    with pytest.raises(
+        ModelNotFoundError, match=r"node 1: model 'org/m' needs permission.*tokens are not sent to others"
+    ):
+        serve(["org/m", "--headless", "--nnodes", "2", "-r", "1", "-tp", "2"], "quire serve")
 
 
 def test_read_json(tmp_path: Path) -> None:

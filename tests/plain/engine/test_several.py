@@ -22,7 +22,7 @@ from quire.engine.pulse import Pulse
 from quire.engine.several import SeveralEngines
 from quire.engine.shared_counts import SharedCounts
 from quire.sched.router import ROUTERS, LeastLoaded
-from quire.schema.errors import CheckpointError, ConfigError, EngineDeadError, InputError
+from quire.schema.errors import PEERS_LOST, CheckpointError, ConfigError, EngineDeadError, InputError
 from quire.schema.messages import EngineOutput, EngineReady, EngineRequest, FinishReason, Outputs
 from quire.schema.params import ResolvedParams
 from tests.fake_engine import EOS, ids_of, use_fake, write_model
@@ -123,9 +123,11 @@ class Recorder:
         self.dead = error
 
 
-def several(number: int, kind: str = "least-loaded") -> tuple[SeveralEngines, list[FakeMember], Recorder]:
+def several(
+    number: int, kind: str = "least-loaded", *, together: bool = False
+) -> tuple[SeveralEngines, list[FakeMember], Recorder]:
     members, recorder = [FakeMember() for _ in range(number)], Recorder()
-    client = SeveralEngines(members, range(number), ROUTERS[kind](number))
+    client = SeveralEngines(members, range(number), ROUTERS[kind](number), together=together)
     client.wait_ready()
     client.stream(recorder)
     return client, members, recorder
@@ -166,6 +168,36 @@ def test_an_engine_that_dies_fails_its_own_requests_only() -> None:
     assert "engine 0 (process 7)" in client.dead.reason and "engine 1: worker 1 (process 9)" in client.dead.reason
     with pytest.raises(EngineDeadError):
         client.place([request("too late")])
+
+
+def test_engines_that_cannot_go_on_alone_end_together_with_the_true_reason() -> None:
+    client, members, recorder = several(3, together=True)
+    for name in "abcdef":
+        client.place([request(name)])
+        client.submit([request(name)])
+    members[0].die(f"{PEERS_LOST}: Connection closed by peer")  # heard before the notice of the death
+    assert not recorder.ends and client.dead is None
+    members[1].die("engine 1 (process 7) was killed by SIGKILL")
+    for _ in range(600):
+        if recorder.dead is not None:
+            break
+        threading.Event().wait(0.1)
+    assert dict(recorder.ends) == dict.fromkeys("abcdef", 1) and recorder.dead is client.dead
+    said = "engine 1 (process 7) was killed by SIGKILL; engines that share experts cannot go on alone"
+    assert set(recorder.errors.values()) == {f"Quire's engine is dead: {said}"}
+    with pytest.raises(EngineDeadError, match=r"engine 1 .process 7. was killed"):
+        client.place([request("too late")])
+    members[2].die(f"engine 1 {PEERS_LOST}: Connection closed by peer")  # nobody is told a second time
+
+
+def test_engines_that_share_experts_are_closed_like_others() -> None:
+    client, members, recorder = several(2, together=True)
+    client.place([request("a")], rank=1)
+    client.submit([request("a")])
+    client._merged.close()
+    for member in members:
+        member.die("it was shut down")
+    assert dict(recorder.ends) == {"a": 1} and "it was shut down" in recorder.errors["a"]
 
 
 def test_answers_of_all_engines_become_one() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ import pytest
 import zmq
 
 from quire.base import env
+from quire.base.curve import Curve
 from quire.base.seal import Seal, SealError, new_secret
 from quire.base.sockets import Hub, Wire
 from quire.executor.base import Executor, WorkerProtocol, least_by_stage, one_model
@@ -294,6 +297,34 @@ def test_a_stopped_worker_is_taken_to_hang_and_is_named(monkeypatch: pytest.Monk
     assert not os.path.exists(f"/proc/{pids[1]}")
 
 
+@pytest.mark.parametrize(
+    ("settings", "verb", "place"), [({"hangs": "forward"}, "forward", "_trip"), ({"naps": 600.0}, "result", "result")]
+)
+def test_a_step_that_does_not_end_is_noticed_although_the_process_lives(
+    settings: dict[str, Any], verb: str, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_EXECUTE_MODEL_TIMEOUT_SECONDS", "2")
+    env.forget_all()
+    executor, heard = start(2, **settings), queue.SimpleQueue[EngineDeadError]()
+    try:
+        executor.when_dead(heard.put)
+        executor.call("said", [], {}, 60.0)
+        time.sleep(3.0)
+        assert heard.empty()  # whoever has no step is not late
+        executor.forward(PLAN)
+        pending = executor.sample(4, None)
+        limit = r"a step did not end within 2 s \(QUIRE_EXECUTE_MODEL_TIMEOUT_SECONDS\): "
+        rank = rf"worker 0 has been in '{verb}' for [\d.]+ s, at {place} \(test_remote.py:\d+\); worker 1 "
+        idle = "waits for the next call; the workers' logs have their stacks"
+        why = limit + rank + (idle if verb == "forward" else f"has been in '{verb}' for")
+        assert re.search(why, said := heard.get(timeout=60).reason), said
+        with pytest.raises(EngineDeadError, match=why):
+            pending.result()
+    finally:
+        executor.shutdown()
+    assert re.search(rf"A step has been in '{verb}' for (.*\n)+.*in {place}\n", capfd.readouterr().err)
+
+
 def test_kill_9_of_the_parent_ends_every_worker() -> None:
     code = (
         f"import {__name__} as t, sys, time; executor = t.start(2)\n"
@@ -387,19 +418,21 @@ def test_a_seal_opens_once_in_order_for_its_channel_and_secret() -> None:
     assert theirs.open(b"from 0", second) == [b"d"]
 
 
-def test_strangers_at_a_tcp_mailbox_are_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_has_no_seal_is_dropped() -> None:
+    """Of a peer that may connect: a message of another run, a forged one, one that was seen before."""
     secret = new_secret()
-    hub = Hub("", mine="tcp://127.0.0.1:*", seal=Seal(secret))
-    wire = Wire("", mine="tcp://127.0.0.1:*", theirs=hub.address, sender=b"0", seal=Seal(secret))
+    hub = Hub("", mine="tcp://127.0.0.1:*", secret=secret)
+    wire = Wire("", mine="tcp://127.0.0.1:*", theirs=hub.address, sender=b"0", secret=secret)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stranger = context.socket(zmq.PUSH)
-    stranger.connect(hub.address)
+    other = context.socket(zmq.PUSH)
+    Curve(secret).use(other)
+    other.connect(hub.address)
     true = Seal(secret).close(b"from 0", [b"mine"])
     for frames in ([b"0"], [b"0", b"forged"], [b"0", *Seal(new_secret()).close(b"from 0", [b"forged"])]):
-        stranger.send_multipart(frames)
-    stranger.send_multipart([b"0", *true])
+        other.send_multipart(frames)
+    other.send_multipart([b"0", *true])
     assert hub.receive() == (b"0", [b"mine"])  # what was sealed with the secret, and nothing before it
-    stranger.send_multipart([b"0", *true])  # replayed
+    other.send_multipart([b"0", *true])  # replayed
     later = threading.Timer(0.3, lambda: (wire.send([b"lost: number 0 again"]), wire.send([b"second"])))
     later.start()
     assert hub.receive() == (b"0", [b"second"])
@@ -407,14 +440,111 @@ def test_strangers_at_a_tcp_mailbox_are_not_heard(caplog: pytest.LogCaptureFixtu
     hub.open("0", wire.address)
     hub.send("0", [b"back"])
     assert wire.receive(30.0) == [b"back"]
-    stranger.close(linger=0)
+    other.close(linger=0)
     wire.close()
     hub.close()
     context.term()
 
 
-def test_tcp_without_a_seal_is_refused() -> None:
+def test_tcp_without_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="can be reached from outside"):
         Hub("", mine="tcp://127.0.0.1:*")
     with pytest.raises(ValueError, match="neither a name nor tcp"):
-        Hub("", mine="udp://127.0.0.1:*", seal=Seal(new_secret()))
+        Hub("", mine="udp://127.0.0.1:*", secret=new_secret())
+    monkeypatch.setattr(zmq, "has", lambda what: what != "curve")
+    with pytest.raises(OSError, match="need ZeroMQ with CURVE, and this pyzmq was built without"):
+        Hub("", mine="tcp://127.0.0.1:*", secret=new_secret())
+
+
+# ---- strangers
+
+_OUTCOMES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+_ENDLESS = b"\x06" + (1 << 30).to_bytes(8, "big")  # a command of a gigabyte, as its first bytes say
+
+
+def no_keys(caller: zmq.Socket[bytes], secret: bytes) -> None:
+    """As somebody who speaks ZeroMQ and knows nothing."""
+
+
+def another_run(caller: zmq.Socket[bytes], secret: bytes) -> None:
+    Curve(new_secret()).use(caller)
+
+
+def own_keys(caller: zmq.Socket[bytes], secret: bytes) -> None:
+    """Somebody who has come to know the mailbox's public key, and no more."""
+    Curve(secret).use(caller)
+    caller.curve_publickey, caller.curve_secretkey = zmq.curve_keypair()
+
+
+def the_run(caller: zmq.Socket[bytes], secret: bytes) -> None:
+    Curve(secret).use(caller)
+
+
+@pytest.mark.parametrize("introduce", [no_keys, another_run, own_keys, the_run])
+def test_who_may_connect(introduce: Any, caplog: pytest.LogCaptureFixture) -> None:
+    secret = new_secret()
+    hub = Hub("", mine="tcp://127.0.0.2:*", secret=secret)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    caller = context.socket(zmq.PUSH)
+    introduce(caller, secret)
+    caller.monitor("inproc://news", _OUTCOMES | zmq.EVENT_DISCONNECTED)
+    news = context.socket(zmq.PAIR)
+    news.connect("inproc://news")
+    caller.connect(hub.address)
+    sealed = [b"0", *Seal(secret).close(b"from 0", [b"in"])]
+    caller.send_multipart(sealed)  # even this is not heard
+    assert news.poll(60_000)
+    event = int.from_bytes(news.recv_multipart()[0][:2], "little")
+    if introduce is the_run:
+        assert event == zmq.EVENT_HANDSHAKE_SUCCEEDED and hub.receive() == (b"0", [b"in"])
+    else:
+        assert event in (
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_DISCONNECTED
+        )  # fmt: skip
+        assert hub.receive(timeout=0.2) is None
+        for _ in range(600):
+            if "connections were refused so far: they do not know this run's secret" in caplog.text:
+                break
+            time.sleep(0.1)
+        assert "connections were refused so far" in caplog.text
+    for one in (caller, news):
+        one.close(linger=0)
+    context.term()
+    hub.close()
+
+
+def test_a_thousand_strangers() -> None:
+    """Each announces a gigabyte and sends some of it; the workers go on, and little memory is taken."""
+    executor = start(2, host="127.0.0.2")
+    strangers: list[socket.socket] = []
+    try:
+        pids = [said[4] for said in executor.call("said", [], {}, 60.0)]
+        ways = executor._hub._outboxes.values()
+        addresses = [executor._hub.address, *(way.getsockopt_string(zmq.LAST_ENDPOINT) for way in ways)]
+        before = [resident(pid) for pid in (os.getpid(), *pids)]
+        for number in range(1000):
+            host, port = addresses[number % len(addresses)].removeprefix("tcp://").split(":")
+            made = socket.create_connection((host, int(port)), timeout=60)
+            strangers.append(made)
+            with contextlib.suppress(OSError):
+                made.sendall((_GREETING + _ENDLESS if number % 3 else b"GET / HTTP/1.1\r\n") + bytes(4096))
+        assert executor.call("add", [1], {}, 60.0) == [2, 3]
+        executor.forward(PLAN)
+        assert executor.sample(4, None).result().sampled == [[40]]
+        after = [resident(pid) for pid in (os.getpid(), *pids)]
+        assert all(late - early < 256 << 20 for late, early in zip(after, before, strict=True))
+        for made in strangers:  # all are sent away, one after another
+            made.settimeout(60)
+            with contextlib.suppress(ConnectionError):
+                while made.recv(4096):
+                    pass
+        assert executor.call("add", [1], {}, 60.0) == [2, 3]
+    finally:
+        for made in strangers:
+            made.close()
+        executor.shutdown()
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
