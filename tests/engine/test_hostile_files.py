@@ -14,7 +14,7 @@ import pytest
 from tests.fuzz_files import Tally, bases_in, fuzz
 from tests.hostile_files import KINDS, Damage
 
-SEED, SECONDS, MOST = 20, 12, 60
+SEED, SECONDS, MOST = 20, 12, 24
 
 
 @pytest.fixture(scope="module")

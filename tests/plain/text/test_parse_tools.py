@@ -104,12 +104,22 @@ def test_means_what_it_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_cut_gives_the_same(name: str) -> None:
-    """Whole, by character, by token and at 200 random places, also what breaks off or is damaged."""
+    """Whole, by character, by token and at 30 random places, also what breaks off or is damaged."""
+    check_cuts(name, 30)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_any_of_many_cuts_gives_the_same(name: str) -> None:
+    check_cuts(name, 200)
+
+
+def check_cuts(name: str, most: int) -> None:
     text = RENDER[name](SCENES["types"])
     broken = [text[: len(text) // 2], text[:-4], text.replace('"', "", 1), text.replace(">", "", 1), text[5:]]
     for number, case in enumerate([*cases(name), *(Case("broken", one) for one in broken)]):
         want = shown(parse(name, [case.text]))
-        count = 10 if case.title.endswith(", text before") else 200
+        count = 10 if case.title.endswith(", text before") else most
         cuts = (list(case.text) or [""], tokens(case.text), *random_cuts(case.text, count, number))
         for pieces in {tuple(one): one for one in cuts}.values():  # a short text is cut at the same places many times
             assert shown(parse(name, pieces)) == want, (case.title, pieces)
