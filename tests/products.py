@@ -1,6 +1,5 @@
-"""Tests of several factors: `make test` takes every value of each factor, `make long` (`pytest --long`) every combination.
-
-What `make test` leaves out bears the mark `long`, with a reason that each value of each factor is still tried without it.
+"""Tests of several factors: `make test` takes every value of each factor, `make long` (`pytest --long -m long`) the
+other combinations. What `make test` leaves out bears the mark `long`; each of its values is tried without it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ KINDS = (
 
 def marked(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """Parameters of a test, tuples where it has several: those that are not kept for `make test` are long."""
-    return [
-        value if value in kept else _long(*value) if isinstance(value, tuple) else _long(value) for value in values
-    ]
+    return [value if value in kept else _long(*value) if isinstance(value, tuple) else _long(value) for value in values]
 
 
 def spread(*factors: Sequence[Any]) -> list[Any]:

@@ -68,9 +68,7 @@ def test_bits_do_not_depend_on_the_batch(arch: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", CASES)
-def test_bits_do_not_depend_on_the_batch_in_any_run(
-    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_do_not_depend_on_the_batch_in_any_run(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_bits(arch, CASES[arch], RUNS, tmp_path, monkeypatch)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-
 from tests.products import KINDS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -16,6 +16,7 @@ from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput
 from quire.schema.params import StructuredOutputsParams as Constraint
 from tests.engine.schema_corpus import GRAMMARS, MORE_GRAMMARS, REGEXES, SCHEMAS, random_schema
+from tests.products import spread
 
 PROMPT = "Answer with one example, as short as possible:"
 
@@ -37,9 +38,7 @@ def validates(text: str, schema: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
-@pytest.mark.parametrize(
-    ("temperature", "part"), [(0.0, 0), (1.0, 1), *(pytest.param(*one, marks=pytest.mark.long) for one in ((0.0, 1), (1.0, 0)))]
-)
+@pytest.mark.parametrize(("temperature", "part"), spread([0.0, 1.0], [0, 1]))
 def test_every_finished_answer_is_valid_json(llm: LLM, temperature: float, part: int) -> None:
     schemas = SCHEMAS[part::2]
     answers = ask(llm, [{"json": schema} for schema in schemas], temperature=temperature, seed=3)

@@ -1,8 +1,8 @@
 """Every declared architecture gives the logits of transformers, through paged attention, however the work is cut.
 
 A tiny random checkpoint of each is written by transformers and loaded from its files. Then: all prompts in one step,
-and random chunks of several rows at once over scrambled blocks of 1, 4 or 16 tokens, in turn. Unwritten memory is NaN, so a
-read of a wrong place cannot go unnoticed. Controls: what should move the logits must move them.
+and random chunks of several rows at once over scrambled blocks of 1, 4 or 16 tokens, in turn. Unwritten memory is NaN,
+so a read of a wrong place cannot go unnoticed. Controls: what should move the logits must move them.
 """
 
 import dataclasses

@@ -98,7 +98,9 @@ def test_products_of_panels(library, width):
 
 @pytest.mark.parametrize(
     ("size", "biased", "by"),
-    spread([(1, 7), (64, 64), (70, 129), (200, 96), (16, 32), (33, 320)], [False, True], ["tiles_plain", "pairs_plain"]),
+    spread(
+        [(1, 7), (64, 64), (70, 129), (200, 96), (16, 32), (33, 320)], [False, True], ["tiles_plain", "pairs_plain"]
+    ),
 )
 def test_plain_products(library, size, biased, by):
     n, k = size

@@ -18,6 +18,7 @@ from quire.text.parse.forced import forced_schema
 from quire.text.parse.registry import TOOL_PARSERS, find_tool_parser
 from tests.plain.text.parse_corpus import BARE, LITERAL, RENDER, SCENES, SINGLE, TOOLS, Case
 from tests.plain.text.parse_corpus_more import MORE
+from tests.products import marked
 
 NAMES = sorted(RENDER)
 WORD = re.compile(r"[A-Za-z]{4,}")
@@ -138,6 +139,16 @@ def test_cut_off_anywhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_answers(name: str) -> None:
+    check_damaged(name, 15)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_many_damaged_answers(name: str) -> None:
+    check_damaged(name, 60)
+
+
+def check_damaged(name: str, count: int) -> None:
     chance = random.Random(f"damage {name}")
     bits = [
         "{",
@@ -162,7 +173,7 @@ def test_damaged_answers(name: str) -> None:
     ]
     for title in ("parallel", "nested", "text"):
         text = RENDER[name](SCENES.get(title, SCENES["one call"])[: 1 if name in SINGLE else None])
-        for _ in range(60):
+        for _ in range(count):
             damaged = text
             for _ in range(chance.randint(1, 3)):
                 at = chance.randrange(len(damaged) + 1)
@@ -282,9 +293,9 @@ HOSTILE = {
 def hostile(name: str, size: int) -> None:
     for title, make in HOSTILE.items():
         text = make(RENDER[name])[:size]
-        began = time.perf_counter()
+        began = time.thread_time()
         parse(name, [text[at : at + 50] for at in range(0, len(text), 50)])
-        spent = time.perf_counter() - began
+        spent = time.thread_time() - began
         assert spent < 60 * size / 1_000_000 + 5, (title, spent)  # a quadratic parser needs hours
 
 
@@ -293,7 +304,13 @@ def test_hostile_answers(name: str) -> None:
     hostile(name, 60_000)
 
 
-@pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder", "deepseek_v3", "glm45", "gemma4", "openai"])
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        ["hermes", "pythonic", "qwen3_coder", "deepseek_v3", "glm45", "gemma4", "openai"],
+        ["hermes", "pythonic", "glm45"],
+    ),
+)
 def test_a_hostile_megabyte(name: str) -> None:
     hostile(name, 1_000_000)
 
