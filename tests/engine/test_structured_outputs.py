@@ -78,7 +78,7 @@ def test_choices_and_grammars(llm: LLM) -> None:
 
 
 def test_json_object_and_structural_tag(llm: LLM) -> None:
-    (answer,) = ask(llm, [{"json_object": True}], max_tokens=200)
+    (answer,) = ask(llm, [{"json_object": True}], max_tokens=80)
     if answer.finish_reason == "stop":
         assert isinstance(json.loads(answer.text), dict)
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"],
