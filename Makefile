@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheel test isas ranks check coverage mutants sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
+.PHONY: help setup demo wheel test long isas ranks check coverage mutants sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -62,6 +62,10 @@ test: lint contract  ## all checks and all tests, files in random order
 	@echo 'Files of tests in random order; `make test SEED=$(SEED)` repeats it'
 	$(BIN)/mypy & types=$$!; \
 	  $(PYTEST) --file-order $(SEED) tests; tests=$$?; wait $$types && exit $$tests
+
+# Of a test of several factors `test` takes every value of each, and these take every combination: tests/products.py.
+long: setup  ## combinations and seeds that `test` leaves out
+	$(PYTEST) --long -m long tests
 
 # What a CPU's users meet, once per instruction set that this machine has (the best is what `test` runs) and once in torch.
 ISA_TESTS := $(addprefix tests/engine/test_,cpu_blocks.py cpu_same_bits.py cpu_same_text.py one_process.py panels.py packed_weights.py structured_outputs.py) tests/worker/test_real_model.py

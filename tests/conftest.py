@@ -35,6 +35,7 @@ import pytest
 from quire.base import env
 from quire.base.log import logger as set_up_logger
 from tests.left_behind import LeftBehind, private_containers
+from tests.processor_time import ProcessorTime
 from tests.warm_python import WarmPython
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with Ctrl-C ignored
@@ -123,6 +124,8 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--file-order", type=int, metavar="SEED", help="run the files in the random order of this seed")
     parser.addoption("--test-order", type=int, metavar="SEED", help="run the tests of each file in a random order")
+    parser.addoption("--long", action="store_true", help="every combination, not one of each kind: tests/products.py")
+    parser.addoption("--processor-time", metavar="FILE", help="write the processor time of each test, and print sums")
     parser.addoption(
         "--every-architecture", action="store_true", help="tests of ranks take every declared architecture"
     )
@@ -130,6 +133,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftBehind())
+    if file := config.getoption("--processor-time"):
+        among, started = hasattr(config, "workerinput"), config.getoption("numprocesses", None)
+        config.pluginmanager.register(ProcessorTime(file, writes=among or not started, reports=not among))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -173,7 +179,17 @@ def shuffle_tests(items: list[pytest.Item], seed: int) -> None:
     items[:] = [item for tests in files.values() for item in tests]
 
 
+def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        left_out = set(map(id, long))
+        items[:] = [item for item in items if id(item) not in left_out]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        leave_out_long(config, items)
     if (seed := config.getoption("--test-order")) is not None:
         shuffle_tests(items, seed)
     if (seed := config.getoption("--file-order")) is not None:

@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,40 +53,46 @@ class Tally(NamedTuple):
 
 
 def fuzz(
-    kind: str, *, files: int, seed: int, seconds: float, bases: Path, scratch: Path, jobs: int = 1,
+    kind: str, *, files: int, seconds: float, children: Sequence[Child],
     tell: Callable[[Found], object] = lambda found: None, start: int = 0,
 ) -> Tally:  # fmt: skip
     """Up to so many files, and no more begun when the time is over."""
     until, ends, found = time.monotonic() + seconds, Counter[str](), list[Found]()
-    children = [_Child(kind, seed, bases, scratch / f"{kind}-{job}") for job in range(jobs)]
     waiting = iter(range(start, start + files))
-    try:
-        while any(child.busy for child in children) or time.monotonic() < until:
-            if time.monotonic() < until:
-                for child in children:
-                    if not child.busy and (index := next(waiting, None)) is not None:
-                        child.begin(index)
-            if not any(child.busy for child in children):
-                break
-            ready = select.select([child.out for child in children if child.busy], [], [], 0.5)[0]
+    while any(child.busy for child in children) or time.monotonic() < until:
+        if time.monotonic() < until:
             for child in children:
-                if child.busy and (end := child.look(child.out in ready)) is not None:
-                    how = end["how"]
-                    ends[how.partition(":")[0]] += 1
-                    if not end["fine"]:
-                        found.append(Found(end["index"], end["what"], how))
-                        tell(found[-1])
-    finally:
+                if not child.busy and (index := next(waiting, None)) is not None:
+                    child.begin(kind, index)
+        if not any(child.busy for child in children):
+            break
+        ready = select.select([child.out for child in children if child.busy], [], [], 0.5)[0]
         for child in children:
-            child.close()
+            if child.busy and (end := child.look(child.out in ready)) is not None:
+                how = end["how"]
+                ends[how.partition(":")[0]] += 1
+                if not end["fine"]:
+                    found.append(Found(end["index"], end["what"], how))
+                    tell(found[-1])
     return Tally(sum(ends.values()), ends, found)
 
 
-class _Child:
+@contextlib.contextmanager
+def started(jobs: int, seed: int, bases: Path, scratch: Path) -> Iterator[list[Child]]:
+    """Each imports all that a model needs, for seconds, so they open files of every kind."""
+    children = [Child(seed, bases, scratch / str(job)) for job in range(jobs)]
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.close()
+
+
+class Child:
     """A process that opens files one after another; another one once it died."""
 
-    def __init__(self, kind: str, seed: int, bases: Path, folder: Path) -> None:
-        self._arguments = [kind, str(seed), str(bases), str(folder)]
+    def __init__(self, seed: int, bases: Path, folder: Path) -> None:
+        self._arguments = [str(seed), str(bases), str(folder)]
         self._start()
         self.busy = False
 
@@ -101,9 +107,9 @@ class _Child:
         assert self._process.stdout is not None
         self.out, self._files = self._process.stdout, 0
 
-    def begin(self, index: int) -> None:
+    def begin(self, kind: str, index: int) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{index}\n".encode())
+        self._process.stdin.write(f"{kind} {index}\n".encode())
         self._process.stdin.flush()
         self.busy, self._index, self._began, self._spent = True, index, time.monotonic(), self._processor_time()
 
@@ -147,22 +153,23 @@ class _Child:
                     pipe.close()
 
 
-def child(kind: str, seed: int, bases: Path, folder: Path) -> None:
+def child(seed: int, bases: Path, folder: Path) -> None:
     says = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    damage, opener = Damage(bases, kind), load(OPENER)()
+    damages, opener = {kind: Damage(bases, kind) for kind in KINDS}, load(OPENER)()
     opener.open(bases / "LlamaForCausalLM")
     gc.collect()
     gc.freeze()  # what imports left, which is looked through in vain
     usual = _resident()
     _limit_memory()
     for line in sys.stdin:
-        path, what = damage.make(seed, int(line), folder)
+        kind, index = line.split()
+        path, what = damages[kind].make(seed, int(index), folder / kind)
         how, fine = opener.open(path)
         if fine and _resident() > usual + MEMORY:
             how, fine = f"took {(_resident() - usual) >> 20} MiB more", False
         gc.collect()  # models go with their last reference or here
-        print(json.dumps({"index": int(line), "what": what, "how": how, "fine": fine}), file=says, flush=True)
+        print(json.dumps({"index": int(index), "what": what, "how": how, "fine": fine}), file=says, flush=True)
 
 
 def _resident() -> int:
@@ -198,25 +205,26 @@ def main() -> int:
     options.add_argument("--start", type=int, default=0, help="index of the first file")
     options.add_argument("--only", type=int)
     options.add_argument("--folder", help="where bases are kept between runs")
-    options.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    options.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.child:
-        kind, seed, bases, folder = given.child
-        child(kind, int(seed), Path(bases), Path(folder))
+        seed, bases, folder = given.child
+        child(int(seed), Path(bases), Path(folder))
         return 0
     with bases_in(given.folder) as bases, tempfile.TemporaryDirectory(prefix="hostile-") as scratch:
         if given.only is not None:
             return _one(given.kind[0], given.seed, given.only, bases, Path(scratch))
-        wrong = 0
-        for kind in given.kind or KINDS:
-            tally = fuzz(kind, files=given.files, seed=given.seed, seconds=given.seconds, bases=bases,
-                         scratch=Path(scratch), jobs=given.jobs, start=given.start,
-                         tell=partial(_print, f"--kind {kind} --seed {given.seed}"))  # fmt: skip
-            print(
-                f"{kind}: {tally.files} files, {len(tally.found)} wrong; {dict(tally.ends.most_common())}", flush=True
-            )
-            wrong += len(tally.found)
+        with started(given.jobs, given.seed, bases, Path(scratch)) as children:
+            wrong = sum(_all_of(kind, given, children) for kind in given.kind or KINDS)
     return 1 if wrong else 0
+
+
+def _all_of(kind: str, given: argparse.Namespace, children: Sequence[Child]) -> int:
+    """How many files of a kind did what none may."""
+    tell = partial(_print, f"--kind {kind} --seed {given.seed}")
+    tally = fuzz(kind, files=given.files, seconds=given.seconds, children=children, start=given.start, tell=tell)
+    print(f"{kind}: {tally.files} files, {len(tally.found)} wrong; {dict(tally.ends.most_common())}", flush=True)
+    return len(tally.found)
 
 
 def _print(again: str, found: Found) -> None:

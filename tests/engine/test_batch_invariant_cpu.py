@@ -47,34 +47,47 @@ def bits(output: Any) -> list[tuple[int, float]]:
     return [(token, entry[token].logprob) for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype"),
-    [
-        ("Qwen3ForCausalLM", "float32"),
-        ("Gemma3ForCausalLM", "bfloat16"),
-        ("Qwen3MoeForCausalLM", "bfloat16"),
-        ("DeepseekV3ForCausalLM", "float32"),
-        ("Llama4ForCausalLM", "float32"),
-        ("Qwen3NextForCausalLM", "bfloat16"),
-        ("BambaForCausalLM", "float32"),
-    ],
-)
-def test_bits_do_not_depend_on_the_batch(
-    arch: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CASES = {
+    "Qwen3ForCausalLM": "float32",
+    "Gemma3ForCausalLM": "bfloat16",
+    "Qwen3MoeForCausalLM": "bfloat16",
+    "DeepseekV3ForCausalLM": "float32",
+    "Llama4ForCausalLM": "float32",
+    "Qwen3NextForCausalLM": "bfloat16",
+    "BambaForCausalLM": "float32",
+}
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_bits_do_not_depend_on_the_batch(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two of the runs each, in turn."""
+    at = list(CASES).index(arch)
+    names = sorted({list(RUNS)[at % len(RUNS)], "small chunks"})
+    check_bits(arch, CASES[arch], {name: RUNS[name] for name in names}, tmp_path, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", CASES)
+def test_bits_do_not_depend_on_the_batch_in_any_run(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_bits(arch, CASES[arch], RUNS, tmp_path, monkeypatch)
+
+
+def check_bits(
+    arch: str, dtype: str, runs: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
     env.forget_all()
     make_tiny(arch, tmp_path)
     prompts = prompts_of(4)[: 4 if arch in STATES else 9]
     wanted = bits_of(tmp_path, prompts, dtype=dtype)
-    for name, options in RUNS.items():
+    for name, options in runs.items():
         if arch in GROUPS and "num_gpu_blocks_override" in options:
             options = {**options, "num_gpu_blocks_override": GROUPS[arch]}
         if arch in STATES and "num_gpu_blocks_override" in options:
             options = {**options, "enable_prefix_caching": True, "num_gpu_blocks_override": 200}
         assert bits_of(tmp_path, prompts, dtype=dtype, **options) == wanted, name
-    for i in (0, len(prompts) // 2 + 1):
-        assert bits_of(tmp_path, [prompts[i]], dtype=dtype) == [wanted[i]]
+    alone = len(prompts) // 2 + 1
+    assert bits_of(tmp_path, [prompts[alone]], dtype=dtype) == [wanted[alone]]
 
 
 @pytest.mark.parametrize("arch", ["DeepseekV3ForCausalLM", "BambaForCausalLM", "Llama4ForCausalLM"])

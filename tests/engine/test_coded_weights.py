@@ -77,9 +77,10 @@ def test_codes_of_a_checkpoint(tmp_path: Path, name: str) -> None:
     form, _, _ = FORMS[name]
     write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
     plain = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu").create_engine_config()
-    decoded = dict(matrices_of(load_model(plain, "cpu")))
+    whole = load_model(plain, "cpu")
+    decoded = dict(matrices_of(whole))
     model = as_on_a_device(tmp_path)
-    assert num_numbers(model, model.parameters()) == num_numbers(None, load_model(plain, "cpu").parameters())
+    assert num_numbers(model, model.parameters()) == num_numbers(None, whole.parameters())
     matrices = coded_of(model)
     assert len(matrices) == 8
     for where, matrix in matrices.items():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from tests.products import KINDS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import ARCHS, VOCAB, make_tiny
@@ -40,8 +41,9 @@ STATES = (
 )  # fmt: skip
 
 
-# The first families go through every run; those after them, made of the same layers, through the hardest one.
-EVERY_RUN = tuple(ARCHS)[: tuple(ARCHS).index("MinistralForCausalLM")]
+# One of each kind goes through every run; the others, made of the same layers, through the hardest one, and with
+# `make long` through every one.
+EVERY_RUN = KINDS
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -60,10 +62,20 @@ def greedy_by_transformers(model, prompt: list[int], given: list[int]) -> list[i
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_greedy_tokens_equal_transformers(arch, tmp_path):
+    check(arch, tmp_path, RUNS if arch in EVERY_RUN else RUNS[-1:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in EVERY_RUN])
+def test_greedy_tokens_equal_transformers_in_every_run(arch, tmp_path):
+    check(arch, tmp_path, RUNS)
+
+
+def check(arch, tmp_path, runs):
     model = make_tiny(arch, tmp_path)
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     known = {}
-    for options in RUNS if arch in EVERY_RUN else RUNS[-1:]:
+    for options in runs:
         few, cached = options is RUNS[-1], options.get("enable_prefix_caching", True)
         prompts = prompts_of(7)[-4:] if few else prompts_of(7)  # four are enough to run out of blocks
         if few:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz_files import Tally, bases_in, fuzz
+from tests.fuzz_files import Child, Tally, bases_in, fuzz, started
 from tests.hostile_files import KINDS, Damage
 
 SEED, SECONDS, MOST = 20, 12, 60
@@ -23,9 +23,15 @@ def bases() -> Iterator[Path]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def children(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Child]]:
+    with started(1, SEED, bases, tmp_path_factory.mktemp("hostile")) as found:
+        yield found
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_file_is_more_than_an_error(kind: str, bases: Path, tmp_path: Path) -> None:
-    tally: Tally = fuzz(kind, files=MOST, seed=SEED, seconds=SECONDS, bases=bases, scratch=tmp_path)
+def test_no_file_is_more_than_an_error(kind: str, children: list[Child]) -> None:
+    tally: Tally = fuzz(kind, files=MOST, seconds=SECONDS, children=children)
     assert not tally.found, "\n".join(f"{kind} {SEED} {one}" for one in tally.found)
     assert tally.files >= 1
     if tally.files == MOST:  # on a machine that is not too busy

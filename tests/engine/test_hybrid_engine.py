@@ -29,14 +29,29 @@ def metric(llm, name):
     return next(found.value for found in llm.get_metrics() if found.name == name)
 
 
-@pytest.mark.parametrize("arch", FEW)
-def test_reused_states_give_the_same_tokens(arch, tmp_path):
-    model, prompts = make_tiny(arch, tmp_path), prompts_of(7)
-    runs = [
-        {"block_size": 4, "max_num_batched_tokens": 24, "async_scheduling": True, "num_gpu_blocks_override": 2000},
+def runs_of(arch):
+    return [
         {"block_size": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": FEW[arch]},
+        {"block_size": 4, "max_num_batched_tokens": 24, "async_scheduling": True, "num_gpu_blocks_override": 2000},
         {"block_size": 4, "mamba_block_size": 40, "num_gpu_blocks_override": 2000},
     ]
+
+
+@pytest.mark.parametrize("arch", FEW)
+def test_reused_states_give_the_same_tokens(arch, tmp_path):
+    """With few blocks, and with many in one of two ways in turn."""
+    few, *many = runs_of(arch)
+    check_reused_states(arch, [few, many[list(FEW).index(arch) % len(many)]], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", FEW)
+def test_reused_states_give_the_same_tokens_in_every_run(arch, tmp_path):
+    check_reused_states(arch, runs_of(arch), tmp_path)
+
+
+def check_reused_states(arch, runs, tmp_path):
+    model, prompts = make_tiny(arch, tmp_path), prompts_of(7)
     wanted = None
     for options in runs:
         llm = LLM(str(tmp_path), **COMMON, **options)
@@ -48,8 +63,8 @@ def test_reused_states_give_the_same_tokens(arch, tmp_path):
                 assert given == greedy_by_transformers(model, prompt, given)
         assert tokens == [wanted, wanted], options
         preempted = metric(llm, "vllm:num_preemptions")
-        assert preempted > 0 or options is not runs[1] or arch == STEADY
-        if options is not runs[1]:  # with few blocks, what could be reused may have gone
+        assert preempted > 0 or options is not runs[0] or arch == STEADY
+        if options is not runs[0]:  # with few blocks, what could be reused may have gone
             assert any(out.num_cached_tokens for out in outputs[1])
         llm.close()
 

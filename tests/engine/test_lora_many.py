@@ -1,4 +1,4 @@
-"""A thousand adapters through eight slots, while the base model and one adapter are asked without pause."""
+"""Hundreds of adapters through eight slots, while the base model and one adapter are asked without pause."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quire.loader.adapter import HostAdapter
 from tests.tiny_adapters import write_folder
 from tests.tiny_models import make_tiny
 
-NUM_ADAPTERS, NUM_SLOTS, NUM_COPIES = 1000, 8, 16
-NUM_WAITING = 40  # requests of the thousand that wait or run at any time
+NUM_ADAPTERS, NUM_SLOTS, NUM_COPIES = 300, 8, 16
+NUM_WAITING = 40  # requests of these that wait or run at any time
 PROMPT: Any = {"prompt_token_ids": [5, 9, 77, 100]}
 BRIEF = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 LONGER = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-BUSY = 0  # the number of an adapter beside the thousand
+BUSY = 0  # the number of an adapter beside them
 
 
 def tokens_of(number: int) -> set[int]:
@@ -53,7 +53,7 @@ def test_none_starves_and_none_stays(tmp_path: Path) -> None:
     engine = LLMEngine.from_engine_args(args)
     before = num_copies()  # of other tests' engines
     todo = iter(range(1, NUM_ADAPTERS + 1))
-    waiting: dict[int, int] = {}  # of the thousand -> how many that came later were served first
+    waiting: dict[int, int] = {}  # adapter -> how many that came later were served first
     most_overtaken = num_done = num_base = num_busy = 0
     try:
         while num_done < NUM_ADAPTERS:
@@ -86,7 +86,7 @@ def test_none_starves_and_none_stays(tmp_path: Path) -> None:
                 num_done += 1
                 if num_done in (NUM_ADAPTERS // 5, NUM_ADAPTERS):
                     assert num_copies() - before <= NUM_COPIES + NUM_SLOTS
-        assert most_overtaken < NUM_ADAPTERS // 2, "an adapter waited while hundreds that came later were served"
+        assert most_overtaken < NUM_ADAPTERS // 2, "an adapter waited while half of all, which came later, were served"
         assert num_base > 3 and num_busy > 3, "requests of the base model and of a busy adapter wait for the others"
     finally:
         engine.close()

@@ -18,6 +18,7 @@ from quire import LLM, PoolingParams
 from quire.config.pooling import ENCODER_NAMES
 from quire.models.zoo import ENCODERS as DECLARED
 from tests.pooling_models import DECODERS, ENCODERS, FAMILIES, VOCAB, make_pooling, write_splade_files
+from tests.products import marked, spread
 from tests.retrieval_corpus import DOCUMENTS, RELEVANT, ndcg, ranking
 
 LENGTHS = (9, 1, 23, 9, 4)
@@ -56,7 +57,7 @@ def pooled(states: torch.Tensor, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_embeddings(name: str, tmp_path: Path) -> None:
-    """The usual pooling of the family, then MEAN by the configuration."""
+    """The usual pooling of the family."""
     model = make_pooling(f"{name}Model", tmp_path)
     texts = texts_of()
     usual = "CLS" if name in ENCODERS else "LAST"
@@ -68,6 +69,12 @@ def test_embeddings(name: str, tmp_path: Path) -> None:
         close(result.outputs.embedding, pooled(states, usual))
         close(each.outputs.data, torch.nn.functional.normalize(states, dim=-1))
         assert result.prompt_token_ids == text and result.finished
+
+
+@pytest.mark.parametrize("name", marked(FAMILIES, ["Bert", "Llama"]))
+def test_a_mean_by_the_configuration(name: str, tmp_path: Path) -> None:
+    model = make_pooling(f"{name}Model", tmp_path)
+    texts = texts_of()
     with engine(tmp_path, pooler_config={"pooling_type": "MEAN", "use_activation": False}) as llm:
         for text, result in zip(texts, llm.embed(texts, use_tqdm=False), strict=True):
             close(result.outputs.embedding, hidden(model, text).mean(0))
@@ -273,8 +280,9 @@ def test_real_minilm_retrieves_as_sentence_transformers_does() -> None:
     assert sum(one for one, _ in gains) / len(gains) > 0.8
 
 
-@pytest.mark.parametrize("name", ["Bert", "DistilBert", "Roberta", "XLMRoberta", "Camembert"])
-@pytest.mark.parametrize("strategy", ["max", "sum"])
+@pytest.mark.parametrize(
+    ("name", "strategy"), spread(["Bert", "DistilBert", "Roberta", "XLMRoberta", "Camembert"], ["max", "sum"])
+)
 def test_sparse_embeddings(name: str, strategy: str, tmp_path: Path) -> None:
     """SPLADE: the weight of every term of the vocabulary, over all tokens of a text; together as alone."""
     model = make_pooling(f"{name}ForMaskedLM", tmp_path)

@@ -142,7 +142,7 @@ def mixtures(model):
 def test_logits_are_those_of_the_numbers_that_codes_mean(tmp_path, arch, name, sizes, form):
     experts_only = arch == "MixtralForCausalLM" or name == "gptq-4-128"  # others have other names, or are too narrow
     written = replace(MORE[name], matrices=EXPERTS) if experts_only else MORE[name]
-    hf = write(tmp_path, arch, written, **sizes)
+    hf = write(tmp_path, arch, written, num_hidden_layers=2, **sizes)
     model = load(tmp_path)
     assert error_to(model, hf) < TOLERANCE
     found = mixtures(model)
@@ -170,7 +170,7 @@ COUNTING = [
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_every_tensor_of_an_expert_counts(tmp_path, name):
-    hf = write(tmp_path, "Qwen3MoeForCausalLM", MORE[name])
+    hf = write(tmp_path, "Qwen3MoeForCausalLM", MORE[name], num_hidden_layers=2)
     good = load_file(tmp_path / "model.safetensors")
     module = next(key for key in good if ".experts.2.down_proj." in key).rpartition(".")[0] + "."
     for ending in [key.removeprefix(module) for key in good if key.startswith(module)]:
@@ -266,7 +266,7 @@ STACKS = {  # form, endings of its tensors, the form of codes
 def test_experts_stacked_in_one_tensor(tmp_path, name, inputs_first):
     """As published: rows or inputs first. ffn 96: a block of 128 has rows of gate and of up."""
     form, endings, kind = STACKS[name]
-    sizes = {"hidden_size": 192, "moe_intermediate_size": 96}
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 96, "num_hidden_layers": 2}
     hf = write_stacked(tmp_path, MORE[form], endings, inputs_first=inputs_first, **sizes)
     model = load(tmp_path)
     assert error_to(model, hf) < TOLERANCE
@@ -276,7 +276,7 @@ def test_experts_stacked_in_one_tensor(tmp_path, name, inputs_first):
 @pytest.mark.parametrize("name", STACKS)
 def test_every_stacked_tensor_counts(tmp_path, name):
     form, endings, _ = STACKS[name]
-    hf = write_stacked(tmp_path, MORE[form], endings, inputs_first=True)
+    hf = write_stacked(tmp_path, MORE[form], endings, inputs_first=True, num_hidden_layers=2)
     good = load_file(tmp_path / "model.safetensors")
     for side in ("gate_up_proj", "down_proj"):
         for ending in endings.values():

@@ -8,7 +8,9 @@ to a number of the configuration, is noticed.
 
 import json
 import math
+import shutil
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -221,9 +223,33 @@ def load(folder, **options):
 def error_to(model, hf):
     """Of all logits, to the largest."""
     found = Paged(model, IDS, block_size=16).step([(row, len(ids)) for row, ids in enumerate(IDS)])
+    return max(((w - f).abs().max() / w.abs().max()).item() for w, f in zip(logits_of(hf), found, strict=True))
+
+
+@lru_cache(maxsize=1)
+def logits_of(hf):
     with torch.no_grad():
-        wanted = [hf(torch.tensor([ids])).logits[0] for ids in IDS]
-    return max(((w - f).abs().max() / w.abs().max()).item() for w, f in zip(wanted, found, strict=True))
+        return [hf(torch.tensor([ids])).logits[0] for ids in IDS]
+
+
+class Written:
+    """A checkpoint of one form, for all tests of it, and transformers' model of the numbers that it means."""
+
+    def __init__(self, name, folder):
+        self.name, self.folder = name, folder
+        self.hf = write(folder, "LlamaForCausalLM", FORMS[name][0], num_hidden_layers=2)
+
+    def own(self, folder):
+        """Its files once more, to be changed: the folder, and the tensors."""
+        for file in self.folder.iterdir():
+            if file.is_file():
+                shutil.copy(file, folder)
+        return folder, load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module", params=list(FORMS))
+def written(request, tmp_path_factory):
+    return Written(request.param, tmp_path_factory.mktemp("written"))
 
 
 def stored_numbers(matrix):
@@ -258,26 +284,21 @@ def numbers_of(decoded, name):
     return (stack.w1 if side == "up" else stack.w2).data[int(leaf)]
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_decoded_as_transformers_would_run_it(tmp_path, name):
-    form, _, _ = FORMS[name]
-    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
-    config, model = load(tmp_path)
+def test_decoded_as_transformers_would_run_it(written):
+    config, model = load(written.folder)
     assert config.model_config.weight_form == "plain" and config.model_config.quantization
-    assert error_to(model, hf) < TOLERANCE
+    assert error_to(model, written.hf) < TOLERANCE
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
-@pytest.mark.parametrize("name", FORMS)
-def test_stored_for_the_cpu_kernels(tmp_path, name):
-    form, kind, error = FORMS[name]
-    write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
-    method = NAMES.get(name) or form.config["quant_method"]
-    config, model = load(tmp_path, quantization=method)
+def test_stored_for_the_cpu_kernels(written):
+    form, kind, error = FORMS[written.name]
+    method = NAMES.get(written.name) or form.config["quant_method"]
+    config, model = load(written.folder, quantization=method)
     assert config.model_config.weight_form == "stored"
     kinds = {part.kind for part in model.layers[1].attn.qkv.stored.packed.parts}
     assert kinds == {kind} and len(model.layers[1].attn.qkv.stored.packed.parts) == 3
-    _, decoded = load(tmp_path)
+    _, decoded = load(written.folder)
     worst, packed = largest_error(decoded, model)
     assert packed > 50_000 and worst <= error * 1.01
     for mine, wanted in zip(model.layers, decoded.layers, strict=True):  # inputs are rounded to 8 bits too
@@ -286,14 +307,11 @@ def test_stored_for_the_cpu_kernels(tmp_path, name):
             assert (stored(x) - plain(x)).norm() < 0.02 * plain(x).norm()
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_every_tensor_counts(tmp_path, name):
+def test_every_tensor_counts(tmp_path, written):
     """A change to any one tensor of a matrix is refused, or moves the logits far beyond the tolerance."""
-    form, _, _ = FORMS[name]
     module = "model.layers.1.mlp.down_proj."
-    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
-    good = load_file(tmp_path / "model.safetensors")
-    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
+    folder, good = written.own(tmp_path)
+    assert error_to(load(folder)[1], written.hf) < TOLERANCE
     endings = [key.removeprefix(module) for key in good if key.startswith(module)]
     assert len(endings) >= 2
     for ending in endings:
@@ -301,7 +319,7 @@ def test_every_tensor_counts(tmp_path, name):
             continue
         save_again({**good, module + ending: changed(good[module + ending])}, tmp_path / "model.safetensors")
         try:
-            found = error_to(load(tmp_path)[1], hf)
+            found = error_to(load(tmp_path)[1], written.hf)
         except QuireError as wrong:
             assert "down_proj" in str(wrong), ending
             continue
@@ -319,20 +337,17 @@ def changed(tensor):
     return tensor.roll(1, -1) ^ 1
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_every_tensor_is_needed(tmp_path, name):
-    form, _, _ = FORMS[name]
+def test_every_tensor_is_needed(tmp_path, written):
     module = "model.layers.1.mlp.down_proj."
-    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
-    good = load_file(tmp_path / "model.safetensors")
+    folder, good = written.own(tmp_path)
     for ending in [key.removeprefix(module) for key in good if key.startswith(module)]:
         save_again({key: one for key, one in good.items() if key != module + ending}, tmp_path / "model.safetensors")
-        without = meaning_without(name, ending)
+        without = meaning_without(written.name, ending)
         if without == "refused":
             with pytest.raises(QuireError, match="down_proj"):
                 load(tmp_path)
         else:
-            assert (error_to(load(tmp_path)[1], hf) < TOLERANCE) == (without == "the same"), ending
+            assert (error_to(load(folder)[1], written.hf) < TOLERANCE) == (without == "the same"), ending
 
 
 def meaning_without(name, ending):

@@ -16,6 +16,7 @@ from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput
 from quire.schema.params import StructuredOutputsParams as Constraint
 from tests.engine.schema_corpus import GRAMMARS, MORE_GRAMMARS, REGEXES, SCHEMAS, random_schema
+from tests.products import spread
 
 PROMPT = "Answer with one example, as short as possible:"
 
@@ -37,14 +38,15 @@ def validates(text: str, schema: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_finished_answer_is_valid_json(llm: LLM, temperature: float) -> None:
-    answers = ask(llm, [{"json": schema} for schema in SCHEMAS], temperature=temperature, seed=3)
-    ended = [(a, s) for a, s in zip(answers, SCHEMAS, strict=True) if a.finish_reason == "stop"]
+@pytest.mark.parametrize(("temperature", "part"), spread([0.0, 1.0], [0, 1]))
+def test_every_finished_answer_is_valid_json(llm: LLM, temperature: float, part: int) -> None:
+    schemas = SCHEMAS[part::2]
+    answers = ask(llm, [{"json": schema} for schema in schemas], temperature=temperature, seed=3)
+    ended = [(a, s) for a, s in zip(answers, schemas, strict=True) if a.finish_reason == "stop"]
     for answer, schema in ended:
         validates(answer.text, schema)
     # the others ran out of tokens: small models repeat themselves inside open texts and numbers
-    assert len(ended) >= len(SCHEMAS) * 0.75, [a.text for a in answers if a.finish_reason != "stop"]
+    assert len(ended) >= len(schemas) * 0.75, [a.text for a in answers if a.finish_reason != "stop"]
 
 
 def test_random_schemas(llm: LLM) -> None:
@@ -76,7 +78,7 @@ def test_choices_and_grammars(llm: LLM) -> None:
 
 
 def test_json_object_and_structural_tag(llm: LLM) -> None:
-    (answer,) = ask(llm, [{"json_object": True}], max_tokens=200)
+    (answer,) = ask(llm, [{"json_object": True}], max_tokens=80)
     if answer.finish_reason == "stop":
         assert isinstance(json.loads(answer.text), dict)
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"],

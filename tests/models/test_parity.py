@@ -1,8 +1,8 @@
 """Every declared architecture gives the logits of transformers, through paged attention, however the work is cut.
 
 A tiny random checkpoint of each is written by transformers and loaded from its files. Then: all prompts in one step,
-and random chunks of several rows at once over scrambled blocks of 1, 4 and 16 tokens. Unwritten memory is NaN, so a
-read of a wrong place cannot go unnoticed. Controls: what should move the logits must move them.
+and random chunks of several rows at once over scrambled blocks of 1, 4 or 16 tokens, in turn. Unwritten memory is NaN,
+so a read of a wrong place cannot go unnoticed. Controls: what should move the logits must move them.
 """
 
 import dataclasses
@@ -84,8 +84,20 @@ def test_prompts_in_one_step(case):
     assert case.error(Paged(case.model, case.prompts, block_size=4).whole()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_random_chunks(case, block_size):
+BLOCK_SIZES = (1, 4, 16)
+
+
+def test_random_chunks(case):
+    check_random_chunks(case, BLOCK_SIZES[list(ARCHS).index(case.name) % len(BLOCK_SIZES)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_random_chunks_of_every_size(case, block_size):
+    check_random_chunks(case, block_size)
+
+
+def check_random_chunks(case, block_size):
     logits = Paged(case.model, case.prompts, block_size=block_size, seed=block_size).in_chunks(seed=block_size)
     assert case.error(logits) <= TOLERANCE
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from quire.ops import packed
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
 from tests.emulated_tiles import CANNOT_BUILD, build, draw, laid, random_panels
+from tests.products import spread
 
 BLOCKS = [kind for kind in KINDS if not kind.startswith("B")]  # kinds with scales
 pytestmark = CANNOT_BUILD
@@ -60,9 +61,7 @@ def test_opened_panels(library, kind):
     assert ((found - exact) * exact.sign() / exact.abs())[large].mean().abs() < 2**-11
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("width", [32, 96, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "width", "dtype"), spread(BLOCKS, [32, 96, 256], [torch.float32, torch.bfloat16]))
 def test_packed_products(library, kind, width, dtype):
     parts = [random_panels(kind, 69, width, 1), random_panels("Q8Z", 16, width, 2), random_panels(kind, 5, width, 3)]
     weight = torch.cat([opened(library, part) for part in parts])
@@ -97,10 +96,14 @@ def test_products_of_panels(library, width):
                 assert torch.equal(multiply(library, x[-many:], parts, bias), found[-many:])
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 7), (64, 64), (70, 129), (200, 96), (16, 32), (33, 320)])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("by", ["tiles_plain", "pairs_plain"])
-def test_plain_products(library, n, k, biased, by):
+@pytest.mark.parametrize(
+    ("size", "biased", "by"),
+    spread(
+        [(1, 7), (64, 64), (70, 129), (200, 96), (16, 32), (33, 320)], [False, True], ["tiles_plain", "pairs_plain"]
+    ),
+)
+def test_plain_products(library, size, biased, by):
+    n, k = size
     weight = draw(n, k + 5, seed=1, dtype=torch.bfloat16)[:, :k]
     bias = draw(n, seed=2, dtype=torch.bfloat16) if biased else None
 
@@ -189,10 +192,12 @@ class Attended:
         return torch.cat(found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 3.0}])
-@pytest.mark.parametrize(("size", "block"), [(64, 16), (96, 8)])
-def test_attention(library, dtype, options, size, block):
+@pytest.mark.parametrize(
+    ("dtype", "options", "sizes"),
+    spread([torch.float32, torch.bfloat16], [{}, {"window": 50}, {"softcap": 3.0}], [(64, 16), (96, 8)]),
+)
+def test_attention(library, dtype, options, sizes):
+    size, block = sizes
     step = Attended([(150, 150), (70, 1), (1100, 40), (200, 3), (33, 16)], size, dtype, block)
     library.tiles_threads(2)
     found, wanted = step.run(library, **options).float(), step.wanted(**options)
@@ -212,12 +217,15 @@ DECODE = [(1, 1), (192, 1), (15, 1), (16, 1), (64, 1), (65, 1), (130, 1), (33, 1
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (32, 8), (8, 8), (16, 1), (71, 1), (64, 8), (12, 12), (20, 2)])
 @pytest.mark.parametrize(
-    ("size", "block", "dtype"),
-    [(64, 16, F32), (64, 16, BF16), (32, 8, F16), (96, 32, F32), (128, 64, BF16), (256, 16, F32)],
+    ("heads", "form"),
+    spread(
+        [(9, 3), (32, 8), (8, 8), (16, 1), (71, 1), (64, 8), (12, 12), (20, 2)],
+        [(64, 16, F32), (64, 16, BF16), (32, 8, F16), (96, 32, F32), (128, 64, BF16), (256, 16, F32)],
+    ),
 )
-def test_decode_attention(library, heads, size, block, dtype):
+def test_decode_attention(library, heads, form):
+    size, block, dtype = form
     rows = DECODE if size * heads[0] <= 2048 else DECODE[3:6]  # emulation takes its time
     step = Attended(rows, size, dtype, block, heads)
     library.tiles_threads(1 + size // 32 % 2)
@@ -255,13 +263,14 @@ class Chunk(Attended):
         self.contexts = torch.tensor([self.rows[0][0]], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (20, 2)])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"window": 50}, {"chunk": 70}, {"softcap": 3.0}, {"alibi": True}],
-    ids=lambda o: "-".join(o) or "plain",
+    ("heads", "options", "dtype"),
+    spread(
+        [(9, 3), (4, 4), (20, 2)],
+        [{}, {"window": 50}, {"chunk": 70}, {"softcap": 3.0}, {"alibi": True}],
+        [F32, BF16],
+    ),
 )
-@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_query_has_the_same_bits_in_every_chunk(library, heads, options, dtype):
     """Prompts whole, in parts and token by token, beside others or alone, by one thread or more."""
     if "alibi" in options:
@@ -283,9 +292,7 @@ SHAPED = [{"window": 40}, {"chunk": 48}, {"softcap": 2.0}, {"sinks": LANES - 0.2
           {"window": 70, "softcap": 3.0, "sinks": LANES, "alibi": LANES / 9}]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", SHAPED, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("queries", [1, 2, 4])
-@pytest.mark.parametrize("block", [8, 16, 64])
+@pytest.mark.parametrize(("options", "queries", "block"), spread(SHAPED, [1, 2, 4], [8, 16, 64]))
 def test_shaped_decode_attention(library, options, queries, block):
     rows = [(context, min(queries, context)) for context, _ in DECODE] + [(1100, queries), (40, 30)]
     step = Attended(rows, 64, torch.float32, block, (9, 3))
@@ -298,10 +305,13 @@ def test_shaped_decode_attention(library, options, queries, block):
     check_rounded(step.run(library, **options), wanted, torch.float32)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"window": 1500}])
 @pytest.mark.parametrize(
-    "rows", [[(2500, 1)], [(3000, 2), (40, 1)], [(1500, 1)] * 3 + [(1025, 1), (1024, 1), (2048, 3)]]
+    ("threads", "options", "rows"),
+    spread(
+        [1, 2],
+        [{}, {"window": 1500}],
+        [[(2500, 1)], [(3000, 2), (40, 1)], [(1500, 1)] * 3 + [(1025, 1), (1024, 1), (2048, 3)]],
+    ),
 )
 def test_long_decode_attention(library, threads, options, rows):
     step = Attended(rows, 64, torch.float32, 16, (9, 3))

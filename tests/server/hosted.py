@@ -24,7 +24,7 @@ import httpx
 from tests.fake_engine import write_model
 
 ROOT = Path(__file__).parents[2]
-START_S, STOP_S = 60.0, 30.0
+START_S, STOP_S = 120.0, 60.0
 _FAKE = (
     "import sys; import quire.engine.process_client as c; c.MAIN = 'tests.fake_engine:main'; c.EARLY = ''; "
     "from tests.fake_engine import FakeExecutor; from quire.executor.base import BACKENDS; "
@@ -147,7 +147,7 @@ def free_address() -> tuple[socket.socket, int]:
     return taken, taken.getsockname()[1]
 
 
-def wait_until(test: Any, seconds: float = 20.0) -> None:
+def wait_until(test: Any, seconds: float = 60.0) -> None:
     """For what can only be asked again and again."""
     end = time.monotonic() + seconds
     while not test():

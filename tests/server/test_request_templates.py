@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,28 +31,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield found
 
 
-def slowest(server: Live, until: threading.Event) -> float:
-    """Of questions about its health, asked one after the other: the longest that one took."""
-    longest = 0.0
+def answered(server: Live, until: threading.Event) -> int:
+    """How many questions about its health were answered meanwhile, one after the other."""
+    count = 0
     with server.client() as client:
         while not until.is_set():
-            began = time.monotonic()
             assert client.get("/health").status_code == 200
-            longest = max(longest, time.monotonic() - began)
+            count += 1
             until.wait(0.05)
-    return longest
+    return count
 
 
 def test_reading_a_template_holds_nobody_up(server: Live) -> None:
     done = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        watching = pool.submit(slowest, server, done)
+        watching = pool.submit(answered, server, done)
         try:
             body = {"messages": HI, "max_tokens": 1, "chat_template": LONG}
             answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=300)
         finally:
             done.set()
-        assert watching.result() < 5.0
+        assert watching.result() >= 10, "the server does nothing else for the five seconds that a template may take"
     error = error_of(answer)
     assert error["param"] == "chat_template" and "5 seconds" in error["message"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from quire.base.net import free_port
 from quire.bench import plot, serve
 from quire.bench.http_client import HTTPError, Pool, encode_request, parse_server
 from quire.schema.errors import InputError, MissingExtraError, NotBuiltError, QuireError
@@ -243,23 +243,30 @@ def test_warm_ups_and_profile_lie_outside_the_figures(bench: Any, server: Script
 
 
 def test_the_ready_check_waits_for_a_server(model: str, tmp_path: Path) -> None:
-    port = free_port()
+    taken = port_without_server()
     base = [
         "--model", "scripted", "--tokenizer", model, "--num-prompts", "1", "--random-input-len", "4",
-        "--random-output-len", "2", "--disable-tqdm", "--port", str(port),
+        "--random-output-len", "2", "--disable-tqdm", "--port", str(taken.getsockname()[1]),
     ]  # fmt: skip
     with pytest.raises(QuireError, match=r"not ready within 0\.6 s; the last try: no connection"):
         serve.main([*base, "--ready-check-timeout-sec", "0.6"], "x")
-    late = LateServer(port)
+    late = LateServer(taken)
     with late:
         assert serve.main([*base, "--ready-check-timeout-sec", "60"], "x") == 0
+
+
+def port_without_server() -> socket.socket:
+    """Nobody else gets it, and nobody answers."""
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    return taken
 
 
 class LateServer:
     """Begins to listen a while after the bench has begun to ask."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, taken: socket.socket) -> None:
+        self.taken = taken
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._done = threading.Event()
 
@@ -275,7 +282,7 @@ class LateServer:
         scripted = ScriptedServer()
 
         async def main() -> None:
-            listening = await asyncio.start_server(scripted._connection, "127.0.0.1", self.port)
+            listening = await asyncio.start_server(scripted._connection, sock=self.taken)
             while not self._done.is_set():
                 await asyncio.sleep(0.05)
             listening.close()
@@ -284,8 +291,8 @@ class LateServer:
 
 
 def test_no_server_is_one_clear_error(model: str) -> None:
-    with pytest.raises(QuireError, match=r"no connection to 127\.0\.0\.1"):
-        serve.main(["--port", str(free_port()), "--tokenizer", model], "x")
+    with port_without_server() as taken, pytest.raises(QuireError, match=r"no connection to 127\.0\.0\.1"):
+        serve.main(["--port", str(taken.getsockname()[1]), "--tokenizer", model], "x")
 
 
 def test_no_tokenizer_is_one_clear_error(server: ScriptedServer) -> None:

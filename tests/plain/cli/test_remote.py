@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from quire.base.net import free_port
 from quire.cli import client, remote
 from quire.schema.errors import ConfigError, EngineGenerateError, InputError
 from tests.sse_server import Script, ScriptedServer
@@ -26,10 +27,15 @@ class NoEngine:
 
 
 @pytest.fixture(autouse=True)
-def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "LLMEngine", NoEngine)
-    monkeypatch.setattr(remote, "LOCAL_URL", f"http://127.0.0.1:{free_port()}/v1")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """No engine, and where a server would be, nobody listens: the port is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        monkeypatch.setattr(client, "LLMEngine", NoEngine)
+        monkeypatch.setattr(remote, "LOCAL_URL", url)
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        yield url
 
 
 @pytest.fixture
@@ -116,18 +122,26 @@ def test_a_broken_answer_is_one_error(
     assert capsys.readouterr().out == " one\n"  # what came is shown
 
 
-def test_control_c_closes_the_connection(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_c_closes_the_connection(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.script = Script(pieces=2, first_s=0.0, gap_s=60.0)
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+
+    class Shown(io.StringIO):
+        def write(self, text: str) -> int:
+            if "one" in text:
+                timer.start()  # the second piece is waited for
+            return super().write(text)
+
+    shown = Shown()
+    monkeypatch.setattr(sys, "stdout", shown)
     assert client.complete(["--url", f"{server.url}/v1", "-q", "x"], "quire complete") == 130
     timer.join()
-    assert capsys.readouterr().out == " one\n"
+    assert shown.getvalue() == " one\n"
 
 
-def test_no_server_is_one_clear_error() -> None:
+def test_no_server_is_one_clear_error(nobody: str) -> None:
     with pytest.raises(remote.ServerError, match=r"no answer from http://127\.0\.0\.1"):
-        client.chat(["--url", f"http://127.0.0.1:{free_port()}/v1", "-q", "x"], "quire chat")
+        client.chat(["--url", nobody, "-q", "x"], "quire chat")
 
 
 def test_something_else_at_the_url(server: ScriptedServer) -> None:

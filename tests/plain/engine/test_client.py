@@ -300,7 +300,8 @@ def test_the_environment_overrules_the_habit(config, monkeypatch):
 def test_ctrl_c_between_steps_leaves_the_engine_whole(config):
     client = InProcessClient(config)
     client.wait_ready()
-    client.submit([ask("a", max_tokens=8, sleep=0.02)])
+    client.submit([ask("a", max_tokens=100, sleep=0.02)])
+    client.receive()  # it has begun, and goes on for forty times as long as the interrupt takes
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         for _ in range(100_000):

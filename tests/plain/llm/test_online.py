@@ -48,6 +48,13 @@ async def until(test, seconds: float = 60.0) -> None:
         await asyncio.sleep(0.005)
 
 
+async def until_running(engine, name: str = "r") -> None:
+    async def running():
+        return name in engine.output_processor and await usage(engine) > 0
+
+    await until(running)
+
+
 async def test_kinds_of_stream(engine):
     outs = await collect(engine, "hello", output_kind=DELTA, max_tokens=7)
     assert "".join(o.outputs[0].text for o in outs) == "hellohe"
@@ -92,7 +99,7 @@ async def test_closing_the_generator_aborts_and_frees(engine):
 
 async def test_cancelling_the_task_aborts(engine):
     task = asyncio.create_task(collect(engine, "abc", max_tokens=400, extra_args={"sleep": 0.05}))
-    await asyncio.sleep(0.1)
+    await until_running(engine)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -103,11 +110,7 @@ async def test_cancelling_the_task_aborts(engine):
 
 async def test_abort_ends_the_stream_with_what_it_has(engine):
     task = asyncio.create_task(collect(engine, "abc", max_tokens=400, extra_args={"sleep": 0.05}))
-
-    async def running():
-        return "r" in engine.output_processor and await usage(engine) > 0
-
-    await until(running)
+    await until_running(engine)
     await engine.abort("r")
     await engine.abort(["r", "unknown"])
     outs = await asyncio.wait_for(task, 60)
@@ -116,7 +119,7 @@ async def test_abort_ends_the_stream_with_what_it_has(engine):
 
 async def test_an_id_in_use(engine):
     task = asyncio.create_task(collect(engine, "abc", max_tokens=300, extra_args={"sleep": 0.05}))
-    await asyncio.sleep(0.05)
+    await until_running(engine)
     with pytest.raises(InputError, match="'r'"):
         await collect(engine, "abc")
     await engine.abort("r")
@@ -167,7 +170,7 @@ async def test_long_texts_are_tokenized_elsewhere(engine):
 
 async def test_pause_and_resume(engine):
     task = asyncio.create_task(collect(engine, "abc", max_tokens=400, extra_args={"sleep": 0.05}))
-    await asyncio.sleep(0.05)
+    await until_running(engine)
     await engine.pause_generation()
     assert (await asyncio.wait_for(task, 60))[-1].outputs[0].finish_reason == "abort"
     assert await engine.is_paused() is True
@@ -229,7 +232,7 @@ async def test_a_death_fails_every_stream_at_once(folder, death):
 
 async def test_shutdown_fails_what_is_in_flight(engine):
     task = asyncio.create_task(collect(engine, "abc", max_tokens=400, extra_args={"sleep": 0.05}))
-    await asyncio.sleep(0.1)
+    await until_running(engine)
     await asyncio.to_thread(engine.shutdown)
     with pytest.raises(EngineDeadError, match="shut down"):
         await asyncio.wait_for(task, 60)

@@ -382,9 +382,10 @@ def test_work_of_a_step_does_not_grow_with_tenants_times_requests(monkeypatch: p
 # ---- fuzzers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 9), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("check", fair_fuzz.CHECKS.values(), ids=fair_fuzz.CHECKS)
-def test_nobody_is_left_behind(check: Callable[[int, int], Any]) -> None:
-    for seed in range(6):
+def test_nobody_is_left_behind(check: Callable[[int, int], Any], seeds: range) -> None:
+    for seed in seeds:
         check(seed, 100)
 
 

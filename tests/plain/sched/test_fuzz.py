@@ -20,7 +20,7 @@ from quire.sched.shares import Shares
 from quire.schema.step import Direction, Move
 from tests.plain.sched.fuzz import run_seed
 
-SEEDS = 80
+SEEDS, MORE_SEEDS = 30, 80  # of `make test`, and of `make long`
 RARE = (
     "hits",
     "resumed",
@@ -39,11 +39,12 @@ RARE = (
 )
 
 
-def test_no_invariant_breaks() -> None:
+@pytest.mark.parametrize("seeds", [range(SEEDS), pytest.param(range(SEEDS, MORE_SEEDS), marks=pytest.mark.long)])
+def test_no_invariant_breaks(seeds: range) -> None:
     seen = Counter[str]()
-    for seed in range(SEEDS):
+    for seed in seeds:
         seen += run_seed(seed, 400)
-    rare = {name: seen[name] for name in RARE if seen[name] < SEEDS // 2}
+    rare = {name: seen[name] for name in RARE if seen[name] < len(seeds) // 2}
     assert not rare, f"hardly exercised: {rare} in {dict(seen)}"
 
 

@@ -424,11 +424,11 @@ def test_cost_per_token_does_not_grow_with_the_text() -> None:
     ids = tokenizer.encode("the quick brown fox jumps over it ") * 40
 
     def seconds(detokenizer: Detokenizer) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for token_id in ids:
             detokenizer.feed([token_id])
             detokenizer.take(False, True)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     fresh, grown = [], []
     old = Detokenizer(tokenizer, [], SamplingParams(stop=["zzz", "over them"]))
