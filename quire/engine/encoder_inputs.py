@@ -69,15 +69,19 @@ class EncoderInputs:
             ids = ids[:keep] if kwargs.get("truncation_side") == "right" else ids[-keep:]
         if not ids:
             raise InputError("the encoder's prompt is empty: it needs at least one token", param="encoder_prompt")
-        if len(ids) > self.most:
-            raise InputError(
-                f"the encoder's prompt has {len(ids)} tokens; this model's encoder reads {self.most} at most",
-                param="encoder_prompt",
-                value=len(ids),
-            )
+        self.check_length(len(ids))
         self._check_ids("the encoder's prompt", ids)
         item = text_item(ids, prompt.cache_salt)
         return EncoderDecoderInputs(self._decoder_ids(decoder), decoder.text, ids, encoder.text, item)
+
+    def check_length(self, count: int) -> None:
+        """InputError: the encoder cannot read a text of so many tokens."""
+        if count > self.most:
+            raise InputError(
+                f"the encoder's prompt has {count} tokens; this model's encoder reads {self.most} at most",
+                param="encoder_prompt",
+                value=count,
+            )
 
     def _heard(self, prompt: Prompt, keep: int | None) -> EncoderDecoderInputs:
         if not prompt.has_media:

@@ -268,6 +268,18 @@ class InputProcessor:
 
         return EncoderInputs(self._model, self.max_model_len, lambda: self.tokenizer, check_ids, self._encoder_item)
 
+    @property
+    def max_prompt_len(self) -> int:
+        """Most tokens of a prompt that can be used: an encoder's, where that reads the prompt."""
+        return self.encoder.most if self._is_encoder_decoder and self.encoder.reads_text else self.max_model_len
+
+    def check_prompt_len(self, count: int) -> None:
+        """InputError: a prompt of so many tokens is too long, whatever they are."""
+        if self._is_encoder_decoder and self.encoder.reads_text:
+            self.encoder.check_length(count)
+        else:
+            check_context(self.max_model_len, count)
+
     def _encoder_item(self, prompt: Prompt) -> MediaItem:
         """The media of a prompt, which the encoder of an encoder-decoder model reads."""
         if has_items(prompt):

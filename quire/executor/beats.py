@@ -85,7 +85,7 @@ def _in_words(beat: WorkerBeat | None) -> str:
     return f"has been in {beat.doing!r} for {beat.seconds:.1f} s, at {beat.at}"
 
 
-class Doing:
+class Activity:
     """What one thread does, for another that looks."""
 
     def __init__(self) -> None:

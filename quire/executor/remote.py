@@ -34,7 +34,7 @@ from quire.base.log import logger
 from quire.base.seal import new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
-from quire.executor.beats import Doing, Pulses, StepLimit, WorkerBeat, stacks
+from quire.executor.beats import Activity, Pulses, StepLimit, WorkerBeat, stacks
 from quire.executor.members import SAID, Launch, WorkerBoot, on_this_host, why_dead, why_lost
 from quire.schema.errors import EngineDeadError, InputError, QuireError, kind_of, message_of, rebuild_error
 from quire.schema.step import Mask, StepPlan, StepResult
@@ -398,7 +398,7 @@ class _End:
     def __init__(self, rank: int, wire: Wire) -> None:
         self._rank, self._wire = rank, wire
         self._results: queue.SimpleQueue[tuple[int, PendingResult]] = queue.SimpleQueue()
-        self._called, self._read = Doing(), Doing()  # by the thread that runs calls, and by that which reads results
+        self._called, self._read = Activity(), Activity()  # of the thread that runs calls, and that which reads results
 
     def serve(self, worker: WorkerProtocol) -> None:
         """Until `shutdown` was asked for."""

@@ -81,6 +81,11 @@ class StoredExperts(ABC):
         """All that one expert is, as it is stored: copied from one rank to another, it is the same expert there."""
         return [parameter.data[place] for _, parameter in self.parameters()]
 
+    def replace(self, place: int, tensors: Sequence[Tensor]) -> None:
+        """Another expert, from its `tensors_of` on another rank, comes to this place."""
+        for target, part in zip(self.tensors_of(place), tensors, strict=True):
+            target.copy_(part)
+
     def num_numbers(self) -> dict[str, int]:
         """How many numbers parameters stand for, by their names, where that is not how many they hold."""
         return {}
@@ -208,6 +213,10 @@ class SeparateExperts(StoredExperts):
 
     def tensors_of(self, place: int) -> list[Tensor]:
         return [parameter.data for side in (self.up, self.down) for _, parameter in side[place].parameters()]
+
+    def replace(self, place: int, tensors: Sequence[Tensor]) -> None:
+        super().replace(place, tensors)
+        self._mixture = None  # it has copies of what is not packed
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, matrix in self.matrices():

@@ -122,6 +122,7 @@ class PackedMatrix(StoredMatrix):
     def finish(self) -> None:
         by_name = self.parts
         self.parts = {name: by_name[name] for name in dict.fromkeys(("", *self.shape.parts)) if name in by_name}
+        self._weights = {name: self._weights[name] for name in self.parts}  # not as they came: alike on all ranks
         parts = [part for part in self.parts.values() if isinstance(part, Packed)]
         self.packed = Matrix(tuple(parts)) if parts and len(parts) == len(by_name) else None
 

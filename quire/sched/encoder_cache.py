@@ -181,11 +181,8 @@ class EncoderCache(WholeItems):
     def end(self, request: Request, *, failed: bool = False) -> bool:
         """It runs no longer: it ended or was preempted. Whether what was computed of it may be wrong: it failed, or its
         items are in a step whose result is not in, and nobody will ask what became of them."""
-        is_open = request.running and any(
-            item.offset < request.planned and request.computed < item.offset + item.length
-            for item in request.source.media
-        )
-        if failed or (is_open and request.computed < request.planned):
+        is_open = request.running and request.computed < request.planned and self._is_in_flight(request)
+        if failed or is_open:
             self._spoil(request)
             return True
         self._leave(request)
@@ -217,6 +214,13 @@ class EncoderCache(WholeItems):
     def _last(self, item: MediaItem) -> int:
         """The position from which on its vectors are not needed."""
         return item.offset + item.length
+
+    def _is_in_flight(self, request: Request) -> bool:
+        """Whether a step reads its items whose result is not in."""
+        return any(
+            item.offset < request.planned and request.computed < item.offset + item.length
+            for item in request.source.media
+        )
 
     # ---- entries
 
@@ -272,6 +276,15 @@ class CrossItems(EncoderCache):
     """Inputs of an encoder-decoder model's encoder. Each request has one, which its first step reads; after a
     preemption the first step again, from vectors that are still there or are encoded once more."""
 
+    def __init__(self, capacity: int, longest: int, running: Running, *, whole_items: bool) -> None:
+        super().__init__(capacity, longest, running, whole_items=whole_items)
+        self._starts: dict[str, int] = {}  # running request -> the position at which its first step began
+
+    def take(self, request: Request, count: int) -> None:
+        if not request.running:
+            self._starts[request.id] = request.planned
+        super().take(request, count)
+
     def check(self, request: EngineRequest) -> None:
         if len(request.media) != 1:
             raise InputError(
@@ -293,3 +306,10 @@ class CrossItems(EncoderCache):
 
     def _last(self, item: MediaItem) -> int:
         return 1  # no row's first grant is empty
+
+    def _is_in_flight(self, request: Request) -> bool:
+        return request.computed == self._starts[request.id]
+
+    def _leave(self, request: Request) -> None:
+        super()._leave(request)
+        self._starts.pop(request.id, None)

@@ -100,7 +100,7 @@ async def generate_tokens(call: HttpCall, request: TokensRequest) -> None:
     params = await call.apart(_params, request)
     most_tokens(model, params.max_tokens, None)
     public_id = call.request_id(request.request_id)
-    prompt = Prompt(token_ids=fitting_ids(request.token_ids, completion, model.max_model_len))
+    prompt = Prompt(token_ids=fitting_ids(request.token_ids, completion, model.engine.front.inputs))
     opened = await open_requests(
         call, completion, public_id, [prompt], params, add_special_tokens=False, most=completion.max_tokens
     )

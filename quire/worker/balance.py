@@ -99,9 +99,7 @@ class ExpertBalance:
             if expert in come[self._rank]:
                 staged[expert] = parts
         for expert, parts in staged.items():
-            place = placed[self._rank].index(expert)
-            for target, part in zip(experts.stored.tensors_of(place), parts, strict=True):
-                target.copy_(part)
+            experts.stored.replace(placed[self._rank].index(expert), parts)
         share.place(placed)
         return sum(map(len, come))
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from quire.config.server import ServerConfig
-from quire.engine.inputs import PreparedRequest
+from quire.engine.inputs import InputProcessor, PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import SamplingParams
@@ -78,7 +78,7 @@ class PreparedCompletion(NamedTuple):
 
 def prepare_completion(options: ServerConfig, model: ServedModel, request: CompletionRequest) -> PreparedCompletion:
     check_request(request, options, num_prompts(request))
-    prompts = read_prompts(request, model.max_model_len)
+    prompts = read_prompts(request, model.engine.front.inputs)
     only_echo = bool(request.echo) and request.max_tokens == 0
     requested = None if only_echo else request.max_tokens
     most = 1 if only_echo else most_tokens(model, requested, DEFAULT_MAX_TOKENS)
@@ -109,7 +109,7 @@ def embeds_of(request: CompletionRequest) -> list[str]:
     return [embeds] if isinstance(embeds, str) else embeds
 
 
-def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]:
+def read_prompts(request: CompletionRequest, inputs: InputProcessor) -> list[Prompt]:
     """Text, ids, or a list of either, as a list of prompts, behind those that are embeddings. There are some
     (num_prompts)."""
     prompt: Any = request.prompt
@@ -121,10 +121,10 @@ def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]
     if isinstance(prompt, str):
         return [*embeds, Prompt(text=prompt)]
     if isinstance(prompt[0], int):
-        return [*embeds, Prompt(token_ids=fitting_ids(prompt, request, max_model_len))]
+        return [*embeds, Prompt(token_ids=fitting_ids(prompt, request, inputs))]
     if isinstance(prompt[0], str):
         return [*embeds, *(Prompt(text=text) for text in prompt)]
-    return [*embeds, *(Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in prompt)]
+    return [*embeds, *(Prompt(token_ids=fitting_ids(ids, request, inputs)) for ids in prompt)]
 
 
 class _TextChoice:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.engine.inputs import Options, PreparedRequest, check_context
+from quire.engine.inputs import InputProcessor, Options, PreparedRequest, check_context
 from quire.llm.online import Flow, size_of
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -116,12 +116,12 @@ def most_tokens(
     return min(limits) if limits else None
 
 
-def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int) -> tuple[int, ...]:
+def fitting_ids(ids: Sequence[int], request: GenerateRequest, inputs: InputProcessor) -> tuple[int, ...]:
     """Of ids that cannot all be used, those that may be; a Python object for each is made for no others."""
-    if len(ids) > max_model_len:
+    if len(ids) > (most := inputs.max_prompt_len):
         if request.truncate_prompt_tokens is None:
-            check_context(max_model_len, len(ids))
-        ids = ids[:max_model_len] if request.truncation_side == "right" else ids[-max_model_len:]
+            inputs.check_prompt_len(len(ids))
+        ids = ids[:most] if request.truncation_side == "right" else ids[-most:]
     return check_ids(ids)
 
 

@@ -62,7 +62,7 @@ def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb:
         ({"data_parallel_size": MOST_RANKS, "tensor_parallel_size": 2}, ConfigError, f"at most {MOST_RANKS} ranks"),
         ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, NotBuiltError, "starts engines itself"),
         ({"data_parallel_size": 2, "data_parallel_routing": "best"}, ConfigError, "least-loaded"),
-        ({"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}, NotBuiltError, "replicas"),
+        ({"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}, NotBuiltError, "started once"),
     ],
 )  # fmt: skip
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:

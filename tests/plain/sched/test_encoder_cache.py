@@ -240,6 +240,42 @@ def test_inputs_of_encoders_wait_for_room_and_aborts_free_blocks() -> None:
     made.finish()
 
 
+@pytest.mark.parametrize("ends", ["abort", "preempt"])
+def test_an_encoder_s_input_is_kept_once_the_first_step_is_in(ends: str) -> None:
+    """Its length says nothing of positions: a decode in flight reads no vectors, however long the input is."""
+    made, encoder = cross_bench(depth=2)
+    prompt = list(range(100, 109))
+    made.add(request("a", prompt, media_keys=((0, 19, "x"),)))
+    made.plan()
+    made.plan()
+    made.commit()
+    if ends == "abort":
+        made.scheduler.abort(["a"])
+        made.add(request("b", prompt, media_keys=((0, 19, "x"),)))
+    else:
+        made.scheduler.planner.preempt(made.scheduler.requests["a"])
+    plan = made.plan()
+    assert not encoded(plan) and not plan.free_encoded and plan.grants[0].start == 8
+    made.commit()
+    made.finish()
+    assert not encoder.uses and made.num_free == 64
+
+
+def test_an_encoder_s_input_is_not_kept_while_the_first_step_is_out() -> None:
+    """Also where that step begins past the input's length, behind a prefix that was found."""
+    made, encoder = cross_bench(depth=2)
+    prompt = list(range(100, 109))
+    made.add(request("a", prompt, max_tokens=1, media_keys=((0, 3, "x"),)))
+    made.finish()
+    encoder.open(SchedulerLoad(0, 0, 0))
+    encoder.clear()
+    made.add(request("b", prompt, media_keys=((0, 3, "x"),)))
+    plan = made.plan()
+    assert encoded(plan) == ["x"] and plan.grants[0].start == 8
+    made.scheduler.abort(["b"])
+    assert "x" not in encoder.entries
+
+
 @pytest.mark.parametrize(
     ("media", "words"),
     [((), "one input of its encoder, not 0"), (((0, 2, "x"), (0, 3, "y")), "not 2"), (((1, 2, "x"),), "position 1")],
