@@ -188,7 +188,8 @@ def test_a_coding_of_video_that_nothing_knows() -> None:
         frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
         container.mux([*stream.encode(frame), *stream.encode()])
     data = out.getvalue()
-    assert (renamed := data.replace(b"V_MPEG4", b"V_XXXXX")) != data
+    renamed = data.replace(b"V_MPEG4", b"V_XXXXX")
+    assert renamed != data
     with pytest.raises(InputError, match="a coding that cannot be decoded"):
         decode_video(renamed)
 

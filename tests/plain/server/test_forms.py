@@ -118,3 +118,11 @@ def test_any_bytes_are_read_or_refused() -> None:
 def test_an_empty_part_ends_at_once() -> None:
     parts = read_parts(b"--b\r\n" + NAME.encode() + b"\r\n\r\n\r\n--b--", b"--b")
     assert parts.fields == {"a": [""]}
+
+
+def test_a_file_where_text_belongs() -> None:
+    """The refusal tells what came, not where in memory it lies."""
+    body, content_type = sent({}, {"file": ("a", b"x"), "prompt": ("b", b"yy")})
+    with pytest.raises(ValidationError, match="a file of 2 bytes") as caught:
+        read_form(TranscriptionRequest, LISTS, body, boundary_of(content_type))
+    assert " at 0x" not in str(caught.value)
