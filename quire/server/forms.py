@@ -115,5 +115,6 @@ def read_form(wire: type[Form], lists: frozenset[str], body: bytes | bytearray, 
     values: dict[str, object] = {
         name: texts if name in lists else texts[-1] for name, texts in parts.fields.items() if any(texts)
     }
-    values.update(parts.files)
+    for name, file in parts.files.items():  # one that nobody reads would keep the whole body in memory
+        values[name] = file if name in wire.model_fields else FormFile(file.name, memoryview(b""))
     return wire.model_validate(values)

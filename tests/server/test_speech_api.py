@@ -276,6 +276,7 @@ def test_a_chat_model_is_asked_in_words(tmp_path: Path) -> None:
         assert answer.json()["text"] == " ".join(one.outputs[0].text.lstrip() for one in outputs)
         assert error_of(post(running, {"response_format": "srt"}))["param"] == "response_format"
         assert error_of(post(running, {"prompt": "Hi"}))["param"] == "prompt"
+        assert error_of(post(running, {}, wav([0.5])))["param"] == "file"
 
 
 def test_a_client_that_goes_takes_its_clips_with_it(server: Live) -> None:

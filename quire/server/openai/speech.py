@@ -219,10 +219,15 @@ async def _answer(speech: _Speech, task: SpeechTask) -> None:
 
 async def _open(speech: _Speech, public_id: str, prompt: Prompt, params: SamplingParams, clip: Clip) -> tuple[str, Any]:
     media = {"audio": (clip.samples, int(speech.model.config.sample_rate))}
-    (prepared,) = await prepare_requests(
-        speech.call, speech.plain, public_id, [msgspec.structs.replace(prompt, media=media)], params,
-        add_special_tokens=False, most=speech.request.max_completion_tokens,
-    )  # fmt: skip
+    try:
+        (prepared,) = await prepare_requests(
+            speech.call, speech.plain, public_id, [msgspec.structs.replace(prompt, media=media)], params,
+            add_special_tokens=False, most=speech.request.max_completion_tokens,
+        )  # fmt: skip
+    except InputError as wrong:
+        if wrong.param != "multi_modal_data":
+            raise
+        raise type(wrong)(str(wrong), param="file") from wrong
     return prepared.request_id, speech.call.model.engine.open([prepared])
 
 
