@@ -30,6 +30,7 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _HALF = 10  # zero crossings of the resampling filter on either side
 _BETA = 5.0
 _MOST_TAPS = 1 << 22
+_MOST_CHUNKS = 1 << 12  # of a WAV file, before its samples
 
 
 class Audio(NamedTuple):
@@ -39,6 +40,17 @@ class Audio(NamedTuple):
 
 def decode_audio(data: bytes) -> Audio:
     """Channels are averaged."""
+    import numpy as np  # lazy
+
+    audio = _decode(data)
+    if (num := len(audio.samples) - int(np.isfinite(audio.samples).sum())) > 0:
+        raise InputError(
+            f"{num} of the {len(audio.samples)} samples of the audio are not finite numbers of 32 bits", param="audio"
+        )
+    return audio
+
+
+def _decode(data: bytes) -> Audio:
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE" and (audio := _read_wav(data)) is not None:
         return audio
     try:
@@ -91,7 +103,7 @@ def _check_rate(rate: int) -> None:
 
 def _check_length(num_samples: int, rate: int) -> None:
     if num_samples > (limit := env.MAX_AUDIO_SECONDS.get()) * rate:
-        raise InputError(f"the audio lasts {num_samples / rate:.0f} s; the limit is {limit} s", param="audio")
+        raise InputError(f"the audio lasts {num_samples / rate:.2f} s or more; the limit is {limit} s", param="audio")
     if num_samples > _MOST_SAMPLES:
         raise InputError(
             f"the audio has {num_samples} samples at {rate} Hz; the limit is {_MOST_SAMPLES}", param="audio"
@@ -104,8 +116,11 @@ def _check_length(num_samples: int, rate: int) -> None:
 def _read_wav(data: bytes) -> Audio | None:
     """None: a coding that is not plain numbers."""
     form: tuple[int, int, int, int] | None = None
-    place = 12
+    place, num_chunks = 12, 0
     while place + 8 <= len(data):
+        num_chunks += 1
+        if num_chunks > _MOST_CHUNKS:
+            raise InputError(f"the WAV file has more than {_MOST_CHUNKS} chunks before its samples", param="audio")
         name, size = data[place : place + 4], struct.unpack_from("<I", data, place + 4)[0]
         place += 8
         if name == b"fmt ":
@@ -143,9 +158,8 @@ def _samples(data: memoryview, kind: int, channels: int, rate: int, bits: int) -
     raw = data[: num * frame]
     values: Any
     if kind == _FLOAT:
-        values = np.frombuffer(raw, f"<f{bits // 8}").astype(np.float32)
-        if not np.isfinite(values).all():
-            raise InputError("the WAV file has samples that are not finite numbers", param="audio")
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = np.frombuffer(raw, f"<f{bits // 8}").astype(np.float32)
     elif bits == 8:
         values = (np.frombuffer(raw, np.uint8).astype(np.float32) - 128) / 128
     elif bits == 24:
@@ -158,7 +172,10 @@ def _samples(data: memoryview, kind: int, channels: int, rate: int, bits: int) -
 
 
 def _mono(values: Any, channels: int) -> Samples:
-    samples: Samples = values if channels == 1 else values.reshape(-1, channels).mean(axis=1)
+    import numpy as np  # lazy
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        samples: Samples = values.reshape(-1) if channels == 1 else values.reshape(-1, channels).mean(axis=1)
     return samples
 
 
@@ -177,7 +194,7 @@ def _read_by_soundfile(soundfile: Any, data: bytes) -> Audio:
         while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
             num += len(block)
             _check_length(num, rate)
-            blocks.append(block.mean(axis=1))
+            blocks.append(_mono(block, channels))
     if not blocks:
         raise InputError("the audio has no samples", param="audio")
     return Audio(np.concatenate(blocks), rate)
@@ -196,6 +213,8 @@ def _read_by_av(data: bytes) -> Audio:
             stream = next(iter(container.streams.audio), None)
             if stream is None:
                 raise InputError("the file has no audio", param="audio")
+            if stream.codec_context is None:
+                raise InputError(f"the audio ({len(data)} bytes) has a coding that cannot be decoded", param="audio")
             rate = int(stream.rate or 0)
             _check_rate(rate)
             resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
@@ -253,7 +272,9 @@ def _taps(up: int, down: int) -> tuple[Any, int]:
     half = _HALF * widest
     if 2 * half + 1 > _MOST_TAPS:
         raise InputError(
-            f"audio cannot be resampled by {up}/{down}: the rates have too small a common divisor", param="audio"
+            f"audio cannot be resampled by {up}/{down}: the filter has {2 * half + 1} taps, because the rates have a "
+            f"small common divisor; the limit is {_MOST_TAPS}",
+            param="audio",
         )
     steps = np.arange(-half, half + 1)
     kernel = np.sinc(steps / widest) * np.kaiser(2 * half + 1, _BETA)

@@ -58,6 +58,8 @@ def decode_video(data: bytes, options: Mapping[str, Any] | None = None) -> Video
             stream = next(iter(container.streams.video), None)
             if stream is None:
                 raise InputError("the file has no video", param="video")
+            if stream.codec_context is None:
+                raise InputError(f"the video ({len(data)} bytes) has a coding that cannot be decoded", param="video")
             check_size(stream.codec_context.width, stream.codec_context.height)
             total = _count(container, stream)
             fps = float(stream.average_rate) if stream.average_rate else None

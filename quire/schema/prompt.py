@@ -106,6 +106,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         salt = source.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise InputError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+        if salt is not None and not _is_unicode(salt):
+            raise InputError("cache_salt has a surrogate, which UTF-8 cannot write", param="cache_salt")
         types = source.get("token_type_ids")
         if types is not None and ids is None:
             raise InputError("token_type_ids need prompt_token_ids beside them", param="token_type_ids")
@@ -139,6 +141,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
                 "of an encoder-decoder prompt, the encoder's part may have media, and neither may have embeddings",
                 param="decoder_prompt",
             )
+        salts = {one.cache_salt for one in (encoder, decoder)} - {None}
+        if len(salts) > 1:
+            raise InputError("both parts of an encoder-decoder prompt have a cache_salt; give one", param="cache_salt")
         return cls(
             text=decoder.text,
             token_ids=decoder.token_ids,
@@ -148,6 +153,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
             media_options=source.get("mm_processor_kwargs") or encoder.media_options,
             encoder=cls(text=encoder.text, token_ids=encoder.token_ids),
         )
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def check_ids(values: object) -> tuple[int, ...]:

@@ -31,6 +31,10 @@ class FormFile:
     name: str  # that the client's file has; nothing is opened by it
     data: memoryview
 
+    def __repr__(self) -> str:
+        """As refusals show it."""
+        return f"a file of {len(self.data)} bytes"
+
 
 @dataclass
 class FormParts:
@@ -54,7 +58,9 @@ def read_parts(body: bytes | bytearray, boundary: bytes) -> FormParts:
     view, parts, num = memoryview(body), FormParts(), 0
     place = 0 if body.startswith(boundary) else body.find(b"\r\n" + boundary, 0, MOST_HEAD) + 2
     if place == 1:
-        raise InputError("the form has no parts: its boundary is not in it", param="body")
+        raise InputError(
+            f"the form has no parts: its boundary is not in the first {min(len(body), MOST_HEAD)} bytes", param="body"
+        )
     while True:
         place += len(boundary)
         if body[place : place + 2] == b"--":
@@ -109,5 +115,6 @@ def read_form(wire: type[Form], lists: frozenset[str], body: bytes | bytearray, 
     values: dict[str, object] = {
         name: texts if name in lists else texts[-1] for name, texts in parts.fields.items() if any(texts)
     }
-    values.update(parts.files)
+    for name, file in parts.files.items():  # one that nobody reads would keep the whole body in memory
+        values[name] = file if name in wire.model_fields else FormFile(file.name, memoryview(b""))
     return wire.model_validate(values)

@@ -104,6 +104,11 @@ def _rendered(
     model: ServedModel, requests: Sequence[PreparedRequest], request: GenerateRequest, public_id: str,
     params: SamplingParams,
 ) -> list[dict[str, Any]]:  # fmt: skip
+    if model.config.model_config.is_encoder_decoder:
+        raise NotBuiltError(
+            "prompts of encoder-decoder models cannot be rendered: what the encoder reads has no place in token_ids",
+            param="model",
+        )
     if request.use_beam_search:
         raise InputError("use_beam_search: a search is many requests, and has no form of one", param="use_beam_search")
     if any(one.encoder_ids is not None for one in requests):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -45,7 +45,10 @@ WireType = type[BaseModel] | type[msgspec.Struct]
 class HttpCall:
     """One HTTP request under way."""
 
-    __slots__ = ("_budget", "_deadline", "_listening", "model", "receive", "scope", "send", "size", "started", "state")
+    __slots__ = (
+        "_budget", "_deadline", "_ended", "_fail", "_listening", "model", "receive", "scope", "send", "size", "started",
+        "state",
+    )  # fmt: skip
 
     model: ServedModel  # that the body names; there once the body is read
 
@@ -56,6 +59,8 @@ class HttpCall:
         self._budget = 0  # bytes this body has taken from the budget of all bodies
         self._listening: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._fail: Callable[[Exception], None] | None = None  # ends what the call is waiting for
+        self._ended: Exception | None = None  # why nobody waits for an answer any more
 
     async def read(self, weigh: Callable[[bytearray], int] = memory_bytes) -> bytes | bytearray:
         """`weigh`: bytes of memory that reading the body takes."""
@@ -155,11 +160,43 @@ class HttpCall:
     def watch(self, flow: Results) -> None:
         """From now on, a client that goes takes its requests with it, and so does time that is up. The body is read."""
         self._let_go()
+        self._attend(flow.fail)
+
+    async def attended(self, work: Coroutine[Any, Any, Value]) -> Value:
+        """What has to be done before there is a flow to watch: a client that goes, or time that is up, cancels it."""
+        task = asyncio.get_running_loop().create_task(work)
+        ends: list[Exception] = []
+
+        def fail(error: Exception) -> None:
+            ends.append(error)
+            task.cancel()
+
+        try:
+            self._attend(fail)
+            return await task
+        except asyncio.CancelledError:
+            if ends:
+                raise ends[0] from None
+            raise
+        finally:
+            task.cancel()
+
+    def _attend(self, fail: Callable[[Exception], None]) -> None:
+        self._fail = fail
+        if self._ended is not None:
+            fail(self._ended)
+        if self._listening is not None:
+            return
         loop = asyncio.get_running_loop()
-        self._listening = loop.create_task(self._listen(flow))
+        self._listening = loop.create_task(self._listen())
         if (seconds := self._seconds()) is not None:
             words = f"the request was not finished after {seconds:g} s, the time it was given"
-            self._deadline = loop.call_later(seconds, flow.fail, DeadlineError(words))
+            self._deadline = loop.call_later(seconds, self._end, DeadlineError(words))
+
+    def _end(self, error: Exception) -> None:
+        self._ended = self._ended or error
+        if self._fail is not None:
+            self._fail(error)
 
     def _seconds(self) -> float | None:
         """The time this request may take: the server's limit, or less if the client says so in X-Request-Timeout."""
@@ -174,10 +211,10 @@ class HttpCall:
             raise InputError(f"X-Request-Timeout must be seconds above 0, got {text[:40]!r}", param="timeout")
         return seconds if limit is None else min(seconds, limit)
 
-    async def _listen(self, flow: Results) -> None:
+    async def _listen(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
-        flow.fail(ClientGoneError())
+        self._end(ClientGoneError())
 
     def close(self) -> None:
         self._let_go()
@@ -185,6 +222,7 @@ class HttpCall:
             self._listening.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
+        self._fail = None
 
     async def reply(self, body: bytes, content_type: bytes = b"application/json") -> None:
         """A whole answer."""

@@ -21,6 +21,7 @@ from quire.config import EngineArgs, UsageContext
 from quire.engine.absent import AbsentEngine
 from quire.schema.errors import ConfigError, NotBuiltError
 from tests.fake_engine import write_model
+from tests.seq2seq_models import make_model
 from tests.server.live import Live, error_of, events, live
 from tests.server.test_disconnect import running, send, wait_for
 
@@ -33,6 +34,14 @@ def generate(server: Live, body: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+def test_prompts_of_encoders_are_not_rendered(tmp_path: Path) -> None:
+    """Token ids that are the decoder's would be read as the encoder's, and answered."""
+    make_model("T5ForConditionalGeneration", tmp_path)
+    with live(str(tmp_path), engine={"dtype": "float32", "num_gpu_blocks_override": 100}) as server:
+        for path, asked in (("/v1/completions", {"prompt": "Hi there"}), ("/v1/chat/completions", CHAT)):
+            assert "encoder" in error_of(server.post(f"{path}/render", asked))["message"]
 
 
 @pytest.mark.parametrize("further", [{}, {"temperature": 0.9, "seed": 5, "n": 2, "top_k": 40, "stop": [","]}])

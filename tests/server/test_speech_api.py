@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.config import SpeechToTextConfig
 from quire.media.speech.clips import cut_into_clips
+from quire.server.openai import speech as speech_routes
 from tests.server.live import Live, error_of, events, live, live_fake
 from tests.tiny_whisper import RATE, SECONDS, TinyWhisper, read_back, speech, wav
 
@@ -273,6 +276,7 @@ def test_a_chat_model_is_asked_in_words(tmp_path: Path) -> None:
         assert answer.json()["text"] == " ".join(one.outputs[0].text.lstrip() for one in outputs)
         assert error_of(post(running, {"response_format": "srt"}))["param"] == "response_format"
         assert error_of(post(running, {"prompt": "Hi"}))["param"] == "prompt"
+        assert error_of(post(running, {}, wav([0.5])))["param"] == "file"
 
 
 def test_a_client_that_goes_takes_its_clips_with_it(server: Live) -> None:
@@ -304,3 +308,69 @@ def test_audio_in_work_is_bounded(server: Live, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("quire.server.openai.speech._QUEUE", -2)
     answer = post(server, {"language": "en"})
     assert error_of(answer, 503)["type"] == "ServiceUnavailableError" and answer.headers["retry-after"]
+
+
+def test_a_client_that_goes_before_its_audio_is_decoded(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its place in the queue nor its call is kept; a thread that decodes counts until it is done."""
+    goes_on, begun = threading.Event(), threading.Semaphore(0)
+
+    def slow(data: memoryview, model: Any) -> Any:
+        begun.release()
+        goes_on.wait(60)
+        return read_clips(data, model)
+
+    read_clips = speech_routes._read_clips
+    monkeypatch.setattr(speech_routes, "_read_clips", slow)
+    clients = [begin_post(server) for _ in range(4)]
+    try:
+        for _ in range(speech_routes._DECODED_AT_ONCE):
+            assert begun.acquire(timeout=60)
+        wait_until(lambda: server.state.load.count == 4)
+        for one in clients:
+            one.close()
+        wait_until(lambda: server.state.load.count == 0)
+        assert not begun.acquire(blocking=False)
+    finally:
+        goes_on.set()
+    assert post(server, {"language": "en", **MOST}).status_code == 200
+    assert begun.acquire(timeout=60) and not begun.acquire(blocking=False), "the two that waited were never decoded"
+
+
+def test_time_that_is_up_before_audio_is_decoded(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(speech_routes, "_read_clips", lambda data, model: goes_on.wait(60))
+    try:
+        files = {"file": ("a.wav", SHORT, "audio/wav")}
+        answer = httpx.post(server.url + PATH, files=files, headers={"x-request-timeout": "0.2"}, timeout=60)
+        assert answer.status_code == 504 and "0.2 s" in error_of(answer, 504)["message"]
+    finally:
+        goes_on.set()
+
+
+def test_a_detection_that_is_aborted(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_clip = speech_routes._open
+
+    async def aborted(*args: Any) -> Any:
+        request_id, flow = await open_clip(*args)
+        server.engine._streams.abort([request_id])
+        return request_id, flow
+
+    monkeypatch.setattr(speech_routes, "_open", aborted)
+    for fields in ({}, {"language": "en"}):
+        assert "aborted" in error_of(post(server, fields), 503)["message"]
+
+
+def begin_post(server: Live) -> socket.socket:
+    request = httpx.Request("POST", server.url + PATH, files={"file": ("a.wav", SHORT, "audio/wav")})
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    connection = socket.create_connection((request.url.host, request.url.port or 80))
+    connection.sendall(f"POST {PATH} HTTP/1.1\r\n{head}\r\n".encode() + request.read())
+    return connection
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it never was so")

@@ -8,6 +8,7 @@ models (media/speech), formats of answers (speech_answer.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -124,18 +125,35 @@ class SpeechDesk:
         return known
 
     async def clips(self, served: ServedModel, data: memoryview, model: SpeechModel) -> list[Clip]:
-        """In the threads that decode all media, of which a few may be busy with this."""
+        """In the threads that decode all media, of which a few may be busy with this. A thread whose file nobody waits
+        for any more is busy until it is done."""
         if self._num_decoding >= _DECODED_AT_ONCE + _QUEUE:
             raise OverloadedError(f"{self._num_decoding} audio files wait to be decoded, as many as may wait")
         self._num_decoding += 1
         try:
-            async with self._decoding:
-                engine = served.engine
-                media = await engine.lanes.run(LONG_TEXT, lambda: engine.front.inputs.media)  # which may be made now
-                (future,) = media.workers.submit_all([partial(_read_clips, data, model)])
-                return await asyncio.wrap_future(future)
-        finally:
+            await self._decoding.acquire()
+        except BaseException:
             self._num_decoding -= 1
+            raise
+        try:
+            engine = served.engine
+            media = await engine.lanes.run(LONG_TEXT, lambda: engine.front.inputs.media)  # which may be made now
+            (future,) = media.workers.submit_all([partial(_read_clips, data, model)])
+        except BaseException:
+            self._decoded()
+            raise
+        loop = asyncio.get_running_loop()
+
+        def leave(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._decoded)
+
+        future.add_done_callback(leave)
+        return await asyncio.wrap_future(future)
+
+    def _decoded(self) -> None:
+        self._num_decoding -= 1
+        self._decoding.release()
 
     def take(self, num_bytes: int) -> None:
         if self._sample_bytes and self._sample_bytes + num_bytes > _MOST_SAMPLE_BYTES:
@@ -156,7 +174,7 @@ async def _create(desk: SpeechDesk, call: HttpCall, request: SpeechRequest, kind
     check_request(plain, call.state.options, 1)
     most_tokens(call.model, request.max_completion_tokens, None, name="max_completion_tokens")
     _check_fields(request)
-    clips = await desk.clips(call.model, _take_file(request), model)
+    clips = await call.attended(desk.clips(call.model, _take_file(request), model))
     size = sum(clip.samples.nbytes for clip in clips)
     desk.take(size)
     try:
@@ -179,7 +197,7 @@ async def _answer(speech: _Speech, task: SpeechTask) -> None:
     call, request = speech.call, speech.request
     public_id = f"{'trsc' if task.kind == TRANSCRIBE else 'trsl'}-{call.request_id(None)}"
     if task.language is None:
-        task = replace(task, language=await _language(speech, public_id))
+        task = replace(task, language=await call.attended(_language(speech, public_id)))
     speech.model.check(task)
     params = _params(speech, task)
     prompt = await call.model.engine.read(len(task.prompt), speech.model.prompt, task)
@@ -201,10 +219,15 @@ async def _answer(speech: _Speech, task: SpeechTask) -> None:
 
 async def _open(speech: _Speech, public_id: str, prompt: Prompt, params: SamplingParams, clip: Clip) -> tuple[str, Any]:
     media = {"audio": (clip.samples, int(speech.model.config.sample_rate))}
-    (prepared,) = await prepare_requests(
-        speech.call, speech.plain, public_id, [msgspec.structs.replace(prompt, media=media)], params,
-        add_special_tokens=False, most=speech.request.max_completion_tokens,
-    )  # fmt: skip
+    try:
+        (prepared,) = await prepare_requests(
+            speech.call, speech.plain, public_id, [msgspec.structs.replace(prompt, media=media)], params,
+            add_special_tokens=False, most=speech.request.max_completion_tokens,
+        )  # fmt: skip
+    except InputError as wrong:
+        if wrong.param != "multi_modal_data":
+            raise
+        raise type(wrong)(str(wrong), param="file") from wrong
     return prepared.request_id, speech.call.model.engine.open([prepared])
 
 
@@ -223,6 +246,8 @@ async def _language(speech: _Speech, public_id: str) -> str | None:
         while not flow.finished:
             results += await flow.next()
     token_ids = results[-1].outputs[0].token_ids
+    if not token_ids:
+        raise OverloadedError("the request was aborted while its language was being detected; send it again")
     return detection.languages[token_ids[0]]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from quire.media.speech.clips import Clip
 from quire.media.speech.model import TRANSCRIBE, SpeechModel, SpeechTask
+from quire.schema.errors import OverloadedError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.server.openai.envelope import to_json
 from quire.server.openai.protocol import Usage
@@ -106,7 +107,8 @@ class SpeechAnswer:
         """The end as both clients know it, then the usage."""
         if not self._request.stream:
             return b""
-        reason = "length" if any(one.finish_reason == "length" for one in self._clips) else "stop"
+        reasons = {one.finish_reason for one in self._clips}
+        reason = next((one for one in ("abort", "length") if one in reasons), "stop")
         choice = SpeechChoice(delta=SpeechDelta(content=""), finish_reason=reason, stop_reason=None)
         last: dict[str, Any] = {}
         if self._task.kind == TRANSCRIBE:
@@ -143,7 +145,9 @@ class SpeechAnswer:
             self._clips[number].pieces.append(text)
 
     def whole(self) -> bytes:
-        """After the last result."""
+        """After the last result. No format can say that some of the text is missing."""
+        if num := sum(one.finish_reason == "abort" for one in self._clips):
+            raise OverloadedError(f"{num} of {len(self._clips)} clips were aborted before their end; send it again")
         if self._request.response_format in ("json", "text"):
             text = self._plain_text()
             if self._request.response_format == "text":

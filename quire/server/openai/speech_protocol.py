@@ -3,10 +3,10 @@ API. Must not know: engines, audio."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import from_json
 
 from quire.server.forms import FormFile
 from quire.server.openai.protocol import ExtraArgs, Usage
@@ -26,8 +26,8 @@ def _object(value: Any) -> Any:
     """Objects stand in forms as JSON."""
     if isinstance(value, str):
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
+            return from_json(value, allow_inf_nan=False)
+        except ValueError:
             raise ValueError("it must be an object, as JSON") from None
     return value
 

@@ -154,7 +154,10 @@ def wav(
         (wav(data=b"x"), "no samples"),
         (wav(rate=1000, bits=8, data=bytes(3_600_001)), "limit is 3600 s"),
         (wav(bits=32, kind=3, data=struct.pack("<f", float("nan")) * 9), "not finite"),
+        (wav(bits=64, kind=3, data=struct.pack("<d", 1e300) * 9), "9 of the 9 samples"),
+        (wav(bits=32, kind=3, channels=2, data=struct.pack("<f", 3e38) * 18), "9 of the 9 samples"),
         (wav()[:40], "no samples"),
+        (b"RIFF\0\0\0\0WAVE" + b"junk\0\0\0\0" * 5000, "more than 4096 chunks"),
         (b"RIFF\0\0\0\0WAVEfmt \x02\0\0\0ab", "must have 16"),
         (b"RIFF\0\0\0\0WAVE" + b"junk\xff\xff\xff\xff" * 100, "no samples"),
         (b"RIFF\0\0\0\0WAVEdata\x04\0\0\0abcd", "before their format"),
@@ -166,6 +169,38 @@ def test_audio_headers_that_are_refused(data: bytes, why: str) -> None:
             decode_audio(data)
 
     bounded(attempt)
+
+
+@pytest.mark.parametrize("data", [wav(bits=0), wav(kind=0), wav(kind=0xFFFE), wav(bits=65535)])
+def test_codings_of_audio_that_nothing_knows(data: bytes) -> None:
+    pytest.importorskip("av")
+    with pytest.raises(InputError, match="cannot be decoded"):
+        decode_audio(data)
+
+
+def test_a_coding_of_video_that_nothing_knows() -> None:
+    av = pytest.importorskip("av")
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+        container.mux([*stream.encode(frame), *stream.encode()])
+    data = out.getvalue()
+    renamed = data.replace(b"V_MPEG4", b"V_XXXXX")
+    assert renamed != data
+    with pytest.raises(InputError, match="a coding that cannot be decoded"):
+        decode_video(renamed)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_samples_of_other_formats_are_numbers(value: float) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    out = io.BytesIO()
+    soundfile.write(out, np.array([0.1, value, 0.2], np.float32), 16000, format="AU", subtype="FLOAT")
+    with pytest.raises(InputError, match="1 of the 3 samples"):
+        decode_audio(out.getvalue())
 
 
 def test_a_header_that_promises_more_than_there_is() -> None:

@@ -157,6 +157,12 @@ def test_prompt_forms():
     )
     with pytest.raises(InputError, match="cache_salt"):
         Prompt.of({"prompt": "x", "cache_salt": ""})
+    with pytest.raises(InputError, match="surrogate"):
+        Prompt.of({"prompt": "x", "cache_salt": "a\udc00"})
+    part = {"prompt": "x", "cache_salt": "é"}
+    assert Prompt.of({"encoder_prompt": part, "decoder_prompt": part}).cache_salt == "é"
+    with pytest.raises(InputError, match="give one"):
+        Prompt.of({"encoder_prompt": part, "decoder_prompt": {"prompt": "x", "cache_salt": "b"}})
 
 
 def test_messages_cross_a_process_unchanged():

@@ -52,7 +52,8 @@ def test_fields_become_the_wire_type() -> None:
     with pytest.raises(ValidationError, match="file"):
         read_form(TranscriptionRequest, LISTS, *_no_file())
     for wrong in ({"stream": "maybe"}, {"temperature": "nan"}, {"response_format": "xml"}, {"vllm_xargs": "{"},
-                  {"timestamp_granularities": "year"}, {"file": "text"}):  # fmt: skip
+                  {"vllm_xargs": '{"a": "\\ud800"}'}, {"vllm_xargs": '{"a":' + "[" * 9999},
+                  {"vllm_xargs": '{"a": NaN}'}, {"timestamp_granularities": "year"}, {"file": "text"}):  # fmt: skip
         files = {} if "file" in wrong else {"file": ("a", b"x")}
         body, content_type = sent(wrong, files or {"other": ("o", b"")})
         with pytest.raises(ValidationError):
@@ -118,3 +119,18 @@ def test_any_bytes_are_read_or_refused() -> None:
 def test_an_empty_part_ends_at_once() -> None:
     parts = read_parts(b"--b\r\n" + NAME.encode() + b"\r\n\r\n\r\n--b--", b"--b")
     assert parts.fields == {"a": [""]}
+
+
+def test_a_file_where_text_belongs() -> None:
+    """The refusal tells what came, not where in memory it lies."""
+    body, content_type = sent({}, {"file": ("a", b"x"), "prompt": ("b", b"yy")})
+    with pytest.raises(ValidationError, match="a file of 2 bytes") as caught:
+        read_form(TranscriptionRequest, LISTS, body, boundary_of(content_type))
+    assert " at 0x" not in str(caught.value)
+
+
+def test_a_file_that_nobody_reads_is_forgotten() -> None:
+    body, content_type = sent({}, {"file": ("a", b"x"), "other": ("b", b"yy")})
+    request = read_form(TranscriptionRequest, LISTS, body, boundary_of(content_type))
+    assert bytes(request.file.data) == b"x" and request.model_extra is not None
+    assert request.model_extra["other"].name == "b" and not request.model_extra["other"].data

@@ -12,7 +12,7 @@ import pytest
 
 from quire.media.speech.clips import Clip
 from quire.media.speech.model import TRANSLATE, SpeechTask
-from quire.schema.errors import EngineGenerateError
+from quire.schema.errors import EngineGenerateError, OverloadedError
 from quire.schema.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.server.forms import FormFile
 from quire.server.openai.speech_answer import SpeechAnswer
@@ -176,6 +176,16 @@ def test_json_and_text() -> None:
     results = [result("r1", " you", last=True), result("r0", " Hi", last=True)]
     assert json.loads(whole(answer(), *results)) == {"text": "Hi you", "usage": {"type": "duration", "seconds": 59}}
     assert whole(answer(response_format="text"), *results) == "Hi you\n"
+
+
+def test_an_aborted_clip_is_told() -> None:
+    """Where no field can say so, an answer with a part missing is none."""
+    lost = RequestOutput("r1", None, [1], None, [CompletionOutput(0, "", [], finish_reason="abort")], True)
+    with pytest.raises(OverloadedError, match="1 of 2 clips"):
+        whole(answer(), result("r0", " Hi", last=True), lost)
+    told = answer(stream=True)
+    told.chunk([result("r0", " Hi", last=True), lost])
+    assert events(told.end())[0]["choices"][0]["finish_reason"] == "abort"
 
 
 TIMED = [
