@@ -67,6 +67,7 @@ _BESIDE = {  # what a flag needs to mean something
     "spec-tokens": ("--spec-method", "ngram"),
     "tool-call-parser": ("--enable-auto-tool-choice",),
     "enable-auto-tool-choice": ("--tool-call-parser", "hermes"),
+    "enable-eplb": ("--enable-expert-parallel", "--tensor-parallel-size", "2", "--load-format", "dummy"),
     "enable-log-outputs": ("--enable-log-requests",),
     "enable-log-deltas": ("--enable-log-requests", "--enable-log-outputs"),
     "fingerprint-mode": ("--fingerprint-value", "mine"),

@@ -111,8 +111,6 @@ def _rendered(
         )
     if request.use_beam_search:
         raise InputError("use_beam_search: a search is many requests, and has no form of one", param="use_beam_search")
-    if any(one.encoder_ids is not None for one in requests):
-        raise NotBuiltError("a prompt of an encoder-decoder model cannot be rendered to token ids alone", param="model")
     streaming = None if request.stream_options is None else request.stream_options.model_dump()
     return [
         {

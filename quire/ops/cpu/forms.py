@@ -16,7 +16,8 @@ from torch import Tensor
 from quire.base.log import logger
 from quire.ops import sample
 from quire.ops.act import gated_of, logarithm
-from quire.ops.cpu import block, low_rank, moe_forms, text_forms
+from quire.ops.attention import ragged_attention
+from quire.ops.cpu import block, low_rank, moe_forms
 from quire.ops.cpu.native import DTYPES, KINDS, DrawWork, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
@@ -79,8 +80,14 @@ def _table(library: ctypes.CDLL) -> FormTable:
     moe_forms.add_forms(table, library, ACTS, few_rows)
     block.add_forms(table, library, ACTS, few_rows)
     low_rank.add_forms(table, library)
-    text_forms.add_forms(table, library)
+    table.made(ragged_attention)(partial(_ragged_form, library))
     return table
+
+
+def _ragged_form(library: ctypes.CDLL, before: Callable[..., Tensor], chosen: Kernels) -> Callable[..., Tensor]:
+    from quire.ops.cpu.text_forms import ragged_form  # lazy: models that read whole texts
+
+    return ragged_form(library, before)
 
 
 def _add_packed(table: FormTable, library: ctypes.CDLL) -> None:

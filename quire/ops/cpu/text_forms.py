@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from quire.ops.attention import ragged_attention
 from quire.ops.cpu.native import TextsWork
-from quire.ops.op import FormTable, Kernels
 
 PANEL, MAX_SIZE = 16, 256  # as csrc/cpu has them
 
 
-def add_forms(table: FormTable, library: ctypes.CDLL) -> None:
-    table.made(ragged_attention)(partial(_ragged_form, library))
-
-
-def _ragged_form(library: ctypes.CDLL, before: Callable[..., Tensor], chosen: Kernels) -> Callable[..., Tensor]:
+def ragged_form(library: ctypes.CDLL, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of ops.attention.ragged_attention; `before` takes what the kernel does not."""
     attend = library.qc_attend_texts
 
     def ragged_native(
