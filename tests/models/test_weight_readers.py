@@ -66,6 +66,7 @@ OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes,
     "models/draft_heads.py": {"_ShiftedNorm.__init__", "_ShiftedNorm.forward", "_ShiftedNorm.slots"},
     "models/pooled.py": {"PoolingModel.finish_weights"},
     "models/heads.py": {"HeadDense.__init__", "HeadDense.forward", "HeadDense.slots"},
+    "worker/balance.py": {"ExpertBalance._check", "ExpertBalance._move_to"},  # whole experts, between two steps
 }  # fmt: skip
 
 
