@@ -67,25 +67,26 @@ def test_two_ranks_with_whole_experts_give_the_logits_of_one(mixture: str, place
     check([logits for logits, _, _ in shares], steps(whole))
 
 
+def stored(folder: Path, group: ShardGroup, form: str | None) -> Any:
+    """The model of a folder, its weights rounded to `form`."""
+    args = EngineArgs(
+        model=str(folder), dtype="float32", max_model_len=64, skip_tokenizer_init=True, device="cpu", quantization=form
+    )
+    with LOADING:
+        return load_model(args.create_engine_config(), "cpu", group)
+
+
 @pytest.mark.parametrize("form", ["fp8", "int8_wo"])
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 def test_quantized_experts(form: str, placement: str, tmp_path: Path) -> None:
     make_tiny("MixtralForCausalLM", tmp_path)
 
-    def quantized(group: ShardGroup) -> Any:
-        args = EngineArgs(
-            model=str(tmp_path), dtype="float32", max_model_len=64, skip_tokenizer_init=True, device="cpu",
-            quantization=form,
-        )  # fmt: skip
-        with LOADING:
-            return load_model(args.create_engine_config(), "cpu", group)
-
-    whole = quantized(ALONE)
+    whole = stored(tmp_path, ALONE, form)
     assert {layer.stored.name for layer in experts_of(whole)} != {"stacked"}
     plain = steps(loaded(tmp_path, ALONE))
     wanted = steps(whole)
     assert any(not torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
-    shares = on_ranks(2, lambda group: steps(quantized(replace(group, placement=placement))))
+    shares = on_ranks(2, lambda group: steps(stored(tmp_path, replace(group, placement=placement), form)))
     check(shares, wanted)
 
 
@@ -94,16 +95,8 @@ def test_experts_that_move(form: str | None, tmp_path: Path) -> None:
     """Whatever the loads are: the logits stay, and each rank keeps as many experts."""
     make_tiny("MixtralForCausalLM", tmp_path)
 
-    def made(group: ShardGroup) -> Any:
-        args = EngineArgs(
-            model=str(tmp_path), dtype="float32", max_model_len=64, skip_tokenizer_init=True, device="cpu",
-            quantization=form,
-        )  # fmt: skip
-        with LOADING:
-            return load_model(args.create_engine_config(), "cpu", group)
-
     def moving(group: ShardGroup) -> tuple[list[list[Tensor]], list[Any]]:
-        model, rng = made(replace(group, placement="linear", redundant=1)), random.Random(5)
+        model, rng = stored(tmp_path, replace(group, placement="linear", redundant=1), form), random.Random(5)
         assert group.broadcast is not None
         mixtures = mixtures_of(model)
         balance = ExpertBalance(mixtures, group.broadcast, rank=group.rank, interval=2, window=1)
@@ -119,7 +112,7 @@ def test_experts_that_move(form: str | None, tmp_path: Path) -> None:
         assert balance.num_moved > 0
         return logits, placements
 
-    wanted = steps(made(ALONE))
+    wanted = steps(stored(tmp_path, ALONE, form))
     shares = on_ranks(2, moving, moves=True)
     assert shares[0][1] == shares[1][1] and len({str(placed) for placed in shares[0][1]}) > 1
     assert {tuple(map(len, placed)) for layers in shares[0][1] for placed in layers} == {(2, 3)}
