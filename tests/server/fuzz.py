@@ -87,6 +87,7 @@ class Fuzzer:
     def run(self, requests: int, begin: int) -> Tally:
         """About so many requests over all operations; those that generate get most."""
         self.rng.seed(begin)
+        self._warm_up()
         schema = schemathesis.openapi.from_url(f"{self.url}/openapi.json", headers=dict(self.headers))
         operations = [found.ok() for found in schema.get_all_operations()]
         weights = [8 if op.body and "/v1/" in op.path else 3 if op.body else 1 for op in operations]
@@ -96,6 +97,11 @@ class Fuzzer:
             for mode in modes:
                 self._run(operation, mode, max(1, share // len(modes)), begin)
         return self.tally
+
+    def _warm_up(self) -> None:
+        """The first constraint of a process is waited for longer than any other: libraries are imported."""
+        body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": {"type": "object"}}}
+        httpx.post(f"{self.url}/v1/completions", json=body, headers=dict(self.headers), timeout=120)
 
     def _run(self, operation: Any, mode: GenerationMode, examples: int, begin: int) -> None:
         def send(case: Any) -> None:
@@ -171,7 +177,7 @@ def _shorten(case: Any, most: int) -> None:
     if not isinstance(body, dict):
         return
     for name in LENGTHS.get(case.operation.path, ()):
-        if name not in body or (isinstance(body[name], int) and body[name] > most):
+        if body.get(name) is None or (isinstance(body[name], int) and body[name] > most):
             body[name] = most
 
 

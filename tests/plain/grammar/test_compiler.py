@@ -106,7 +106,8 @@ def test_a_compile_that_takes_too_long_is_killed_and_others_go_on(bench: Bench) 
     bench.compiler.submit(hostile)
     assert "end" in allowed(bench.outcome(guidance(GrammarKind.REGEX, "x*")), "")
     refused = bench.outcome(hostile)
-    assert isinstance(refused, InputError) and "too complex" in str(refused)
+    assert isinstance(refused, InputError)
+    assert "too complex" in str(refused) or "needs more than" in str(refused), "a fast machine is out of memory first"
     assert time.monotonic() - began < PATIENCE / 2
     assert bench.outcome(guidance(GrammarKind.REGEX, "y*")) is not None
 
