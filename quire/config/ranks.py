@@ -207,8 +207,6 @@ def _why_apart(config: EngineConfig) -> str:
         return f"distributed_executor_backend is {parallel.distributed_executor_backend!r}"
     if parallel.data_parallel_size_local < parallel.data_parallel_size:
         return "several programs start them, which do not know of each other"
-    if parallel.pipeline_parallel_size > 1:
-        return "they have pipeline stages"
     if config.enable_lora:
         return "they serve adapters"
     if config.speculative_config is not None:

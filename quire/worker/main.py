@@ -107,7 +107,8 @@ def build_worker(
 
     if parallel.experts_meeting:
         engine = parallel.data_parallel_rank, parallel.data_parallel_size
-        joined = join_engines(rank, num_workers, *engine, parallel.experts_meeting, device)
+        stages = parallel.pipeline_parallel_size
+        joined = join_engines(rank, num_workers, *engine, parallel.experts_meeting, device, stages)
     else:
         joined = join(rank, num_workers, meeting, device, parallel.pipeline_parallel_size)
     placement = parallel.expert_placement_strategy if parallel.enable_expert_parallel else ""
