@@ -109,7 +109,9 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], count
 
 
 def session_of() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+    """A connection for each request: one that is kept may be closed by the server the moment it is used again."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
 # ---- even -------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ async def even(url: str, streams: int, rounds: int) -> dict[str, Any]:
             there = by_engine(text, "vllm:num_requests_running", "vllm:num_requests_waiting")
             if sum(there) > 0.5 * streams:  # the others are on their way, from here or to here
                 moments.append(there)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
 
     async with session_of() as session:
         watched = asyncio.create_task(watch(session))
@@ -201,7 +203,8 @@ async def death(server: subprocess.Popen[bytes], url: str, streams: int) -> dict
 def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = str(-(-args.streams // ENGINES) + 8)
-    with serving(model, "--max-num-seqs", rows) as (server, url):
+    # eight tokens a message: else the one API process is what limits, and the engines have little to do
+    with serving(model, "--max-num-seqs", rows, "--stream-interval", "8") as (server, url):
         found["even"] = asyncio.run(even(url, args.streams, args.rounds))
         found["death"] = asyncio.run(death(server, url, args.streams))
     for routing in ("least-loaded", "prefix-aware"):
