@@ -114,7 +114,8 @@ _VALUES: dict[str, tuple[str, ...]] = {  # where a value of the right type is no
     "eplb-config": ('{{"window_size": 10}}',), "limit-mm-per-prompt": ('{{"image": 2}}',),
     "media-io-kwargs": ('{{"image": {{"a": 1}}}}',), "cudagraph-capture-sizes": ("1", "2"),
     "ssl-certfile": ("cert.pem",), "ssl-keyfile": ("key.pem",), "ssl-ca-certs": ("ca.pem",), "ssl-cert-reqs": ("1",),
-    "dcp-comm-backend": ("a2a",), "uds": ("{folder}/socket",), "prefix-caching-hash-algo": ("sha256_cbor",), "root-path": ("/under",),
+    "dcp-comm-backend": ("a2a",),
+    "uds": ("{folder}/socket",), "prefix-caching-hash-algo": ("sha256_cbor",), "root-path": ("/under",),
 }  # fmt: skip
 
 

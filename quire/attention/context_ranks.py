@@ -13,7 +13,7 @@ Must not know: models, requests, how ranks talk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,12 +23,13 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.attention.cpu import CpuCache
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
-from quire.ops.attention import by_distance, merge_attention, partial_attention, visible
+from quire.ops.attention import by_distance, merge_attention, partial_attention
 from quire.quant.shard import ContextRanks
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 DIVIDED = (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK)  # kinds of KV whose tokens are divided
+TILE = 256  # queries of a prompt per call
 PACK_TOKENS = 1 << 14  # keys of decodes that are gathered for one call
 
 
@@ -38,8 +39,9 @@ class _Queries(NamedTuple):
     tokens: Tensor  # [B * M] of the step, M of each row
     slots: Tensor  # [B * L]
     batch: int  # B
-    gap: Tensor  # [B, M, L] position of the query minus that of the key
-    hidden: Tensor | None  # bool, as gap; None: every key is read
+    positions: Tensor  # [B, M] of the queries
+    keys: Tensor  # [B, L] positions of the keys; padding repeats a row's last one
+    padding: Tensor | None  # bool [B, L]; None: there is none
 
 
 class SharedContextPlan:
@@ -69,7 +71,7 @@ class SharedContextPlan:
             if count == 1 and last > first:
                 decodes.append((row, token, first, last))
             elif count and last > first:
-                parts.append(self._queries([(row, token, first, last)], torch.arange(context - count, context)[None]))
+                parts += self._tiles(row, token, context - count, context)
             token += count
         decodes.sort(key=lambda one: one[3] - one[2], reverse=True)
         while decodes:  # padded to the longest, which is the first
@@ -78,6 +80,14 @@ class SharedContextPlan:
             positions = torch.tensor([[step.context_lens[row] - 1] for row, *_ in pack])
             parts.append(self._queries(pack, positions))
         return parts
+
+    def _tiles(self, row: int, token: int, start: int, context: int) -> Iterator[_Queries]:
+        """Some queries of a row at a time, each over no more keys than they may read."""
+        for begin in range(start, context, TILE):
+            end = min(begin + TILE, context)
+            first, last = self._kept(self._first_key(begin)), self._kept(end)
+            if last > first:
+                yield self._queries([(row, token + begin - start, first, last)], torch.arange(begin, end)[None])
 
     def _queries(self, rows: list[tuple[int, int, int, int]], positions: Tensor) -> _Queries:
         """positions [B, M] of the queries."""
@@ -89,14 +99,9 @@ class SharedContextPlan:
         slots = self._tables[index[:, None], places // self._share] * self._share + places % self._share
         turns = places // ranks.interleave * ranks.size + ranks.rank
         keys = turns * ranks.interleave + places % ranks.interleave
-        seen = torch.stack([
-            visible(queries, own, window=self._window, chunk=self._chunk)
-            for queries, own in zip(positions, keys, strict=True)
-        ])  # fmt: skip
-        hidden = ~seen | padding[:, None]
         where = tokens[:, None] + torch.arange(positions.shape[1])
-        gap = positions[..., None] - keys[:, None]
-        return _Queries(where.flatten(), slots.flatten(), len(rows), gap, hidden if bool(hidden.any()) else None)
+        has_padding = bool(padding.any())
+        return _Queries(where.flatten(), slots.flatten(), len(rows), positions, keys, padding if has_padding else None)
 
     def _kept(self, length: int) -> int:
         """How many of a row's first tokens this rank keeps."""
@@ -139,7 +144,7 @@ class SharedContextPlan:
             keys, values = cache.read(part.slots, part.batch, q.dtype)
             mine = queries[:, part.tokens].unflatten(1, (part.batch, -1)).transpose(0, 1)
             attended, total = partial_attention(
-                mine, keys, values[..., :size], _mask(part, slopes), scale=scale, softcap=softcap
+                mine, keys, values[..., :size], self._mask(part, slopes), scale=scale, softcap=softcap
             )
             out[:, part.tokens] = attended.transpose(0, 1).flatten(1, 2)
             totals[:, part.tokens] = total.transpose(0, 1).flatten(1, 2)
@@ -147,6 +152,23 @@ class SharedContextPlan:
         if sinks is not None:  # a key without a value, that no rank keeps
             merged = merged * torch.sigmoid(weight - sinks.float()[:, None])[..., None]
         return merged.transpose(0, 1).to(q.dtype)
+
+    def _mask(self, part: _Queries, slopes: Tensor | None) -> Tensor | None:
+        """[B, 1 or Hq, M, L]; None: every key is read."""
+        one_each = part.positions.shape[1] == 1  # its keys were chosen for this query
+        if slopes is None and part.padding is None and one_each:
+            return None
+        positions, keys = part.positions[..., None], part.keys[:, None]
+        gap = positions - keys
+        hidden = gap < 0
+        if self._window:
+            hidden |= gap >= self._window
+        if self._chunk:
+            hidden |= positions // self._chunk != keys // self._chunk
+        if part.padding is not None:
+            hidden |= part.padding[:, None]
+        bias = torch.zeros(gap.shape)[:, None] if slopes is None else by_distance(slopes, gap).transpose(0, 1)
+        return bias.masked_fill(hidden[:, None], float("-inf"))
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """x [own heads, ..] -> those of all ranks."""
@@ -164,17 +186,6 @@ class SharedContextPlan:
         weights = (totals - total.clamp(min=torch.finfo(torch.float32).min)).exp_()
         own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
         return ranks.scatter((out * weights[..., None]).unflatten(0, shape)), total[own]
-
-
-def _mask(part: _Queries, slopes: Tensor | None) -> Tensor | None:
-    """[B, 1 or Hq, M, L]"""
-    if slopes is not None:
-        bias = by_distance(slopes, part.gap).transpose(0, 1)
-    elif part.hidden is not None:
-        bias = torch.zeros(part.hidden.shape)[:, None]
-    else:
-        return None
-    return bias if part.hidden is None else bias.masked_fill(part.hidden[:, None], float("-inf"))
 
 
 class WithContextRanks:

@@ -75,7 +75,12 @@ def test_logits_of_one_rank(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("interleave", "by_exchange"), [(1, True), (2, False), (4, True)])
-def test_ways_to_divide_and_to_merge(interleave: int, by_exchange: bool, tmp_path: Path) -> None:
+def test_ways_to_divide_and_to_merge(
+    interleave: int, by_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are cut into tiles of queries; of some of these a rank keeps nothing."""
+    monkeypatch.setattr("quire.attention.context_ranks.TILE", 3)
+    monkeypatch.setattr("quire.attention.context_ranks.PACK_TOKENS", 8)
     make_tiny("GPTBigCodeForCausalLM", tmp_path)
     whole = loaded(tmp_path, ALONE)
 
