@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.attention.backend import AttentionBackend
+from quire.attention.context_ranks import WithContextRanks, divide
 from quire.attention.select import select_backend
 from quire.layers.batch import Batch, GroupStep
 from quire.models.build import Model
@@ -23,8 +25,12 @@ class Paged:
         self.done = [0] * len(prompts)
         rng = random.Random(seed)
         dtype = str(model.storage.dtype).removeprefix("torch.")
-        specs = model.kv_specs(block_size, dtype)
-        self.backend = select_backend("cpu", specs)
+        specs, context = model.kv_specs(block_size, dtype), model.storage.group.context
+        self.backend: AttentionBackend = select_backend("cpu", specs)
+        if context is not None:
+            specs = divide(specs, context)
+            self.backend = WithContextRanks.over(self.backend, context, specs)
+            block_size = self.block_size = block_size * context.size
         kinds = list(dict.fromkeys((spec.kind, spec.window) for spec in specs))
         self.groups = [
             KVGroup(kind=kind, block_size=block_size, window=window, layers=tuple(

@@ -44,3 +44,9 @@ def ray_node_of(worker: Any) -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
+
+
+def kv_bytes(worker: Any) -> int:
+    """Of a worker's KV memory."""
+    kv = worker.model_runner.kv
+    return sum(slot.nbytes for slot in kv.slots)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from quire.quant.shard import ShardGroup
@@ -36,6 +37,13 @@ class _Sums:
         self.barrier.wait(_PATIENCE)
         return total
 
+    def gather(self, rank: int, x: Tensor) -> Tensor:
+        self._brought[rank] = x
+        self.barrier.wait(_PATIENCE)
+        every = torch.stack([part for part in self._brought if part is not None])
+        self.barrier.wait(_PATIENCE)
+        return every
+
     def broadcast(self, rank: int, x: Tensor, source: int) -> None:
         self._brought[rank] = x
         self.barrier.wait(_PATIENCE)
@@ -46,19 +54,54 @@ class _Sums:
         self.barrier.wait(_PATIENCE)
 
 
-def on_ranks(size: int, work: Callable[[ShardGroup], Result], *, moves: bool = False) -> list[Result]:
-    """`moves`: experts may move between ranks."""
+class ThreadContext:
+    """As a ContextRanks."""
+
+    def __init__(self, rank: int, sums: _Sums, *, interleave: int, by_exchange: bool) -> None:
+        self.rank, self.size, self.interleave, self.by_exchange = rank, sums.barrier.parties, interleave, by_exchange
+        self._sums = sums
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._sums.gather(self.rank, x)
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        return self._sums.reduce(self.rank, parts)[self.rank]
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        return self.gather(parts)[:, self.rank]
+
+
+def on_ranks(
+    size: int,
+    work: Callable[[ShardGroup], Result],
+    *,
+    moves: bool = False,
+    context: int = 1,
+    interleave: int = 1,
+    by_exchange: bool = False,
+) -> list[Result]:
+    """`moves`: experts may move between ranks. `context`: neighbours that divide contexts among themselves."""
     sums = _Sums(size)
+    contexts = [_Sums(context) for _ in range(size // context)]
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             broadcast = (lambda x, source: sums.broadcast(rank, x, source)) if moves else None
-            results[rank] = work(ShardGroup(rank, size, lambda x: sums.reduce(rank, x), broadcast=broadcast))
+            shared = ThreadContext(
+                rank % context, contexts[rank // context], interleave=interleave, by_exchange=by_exchange
+            )
+            results[rank] = work(
+                ShardGroup(
+                    rank, size, lambda x: sums.reduce(rank, x), broadcast=broadcast,
+                    context=shared if context > 1 else None,
+                )
+            )  # fmt: skip
         except BaseException as failed:  # noqa: BLE001  # the calling thread raises it
             errors.append(failed)
-            sums.barrier.abort()
+            for meeting in (sums, *contexts):
+                meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:

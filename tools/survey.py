@@ -53,7 +53,12 @@ class Idle(LogitsProcessor):
     def update_state(self, update): pass
     def apply(self, logits): return logits
 """
+_ONE_HEAD = ("--tensor-parallel-size", "2", "--load-format", "dummy", "--hf-overrides", '{"num_key_value_heads": 1}')
 _BESIDE = {  # what a flag needs to mean something
+    "decode-context-parallel-size": _ONE_HEAD,
+    "cp-kv-cache-interleave-size": (*_ONE_HEAD, "--decode-context-parallel-size", "2"),
+    "dcp-kv-cache-interleave-size": (*_ONE_HEAD, "--decode-context-parallel-size", "2"),
+    "dcp-comm-backend": (*_ONE_HEAD, "--decode-context-parallel-size", "2"),
     "collect-detailed-traces": ("--otlp-traces-endpoint", "http://localhost:4317"),
     "data-parallel-external-lb": ("--data-parallel-size", "2", "--data-parallel-rank", "1"),
     "data-parallel-hybrid-lb": ("--data-parallel-size", "4", "--data-parallel-size-local", "2"),
@@ -109,6 +114,7 @@ _VALUES: dict[str, tuple[str, ...]] = {  # where a value of the right type is no
     "eplb-config": ('{{"window_size": 10}}',), "limit-mm-per-prompt": ('{{"image": 2}}',),
     "media-io-kwargs": ('{{"image": {{"a": 1}}}}',), "cudagraph-capture-sizes": ("1", "2"),
     "ssl-certfile": ("cert.pem",), "ssl-keyfile": ("key.pem",), "ssl-ca-certs": ("ca.pem",), "ssl-cert-reqs": ("1",),
+    "dcp-comm-backend": ("a2a",),
     "uds": ("{folder}/socket",), "prefix-caching-hash-algo": ("sha256_cbor",), "root-path": ("/under",),
 }  # fmt: skip
 

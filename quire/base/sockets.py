@@ -74,9 +74,13 @@ class _Mailboxes:
     def outbox(self, name: str, folder: str = "") -> zmq.Socket[bytes]:
         """`folder`: of another run, where the mailbox is."""
         address, made = self._address(name, folder), _socket(self.context, zmq.PUSH)
-        if self._curve is not None:
-            self._curve.use(made)
-        made.connect(address)
+        try:
+            if self._curve is not None:
+                self._curve.use(made)
+            made.connect(address)
+        except BaseException:
+            made.close(linger=0)
+            raise
         return made
 
     def _address(self, name: str, folder: str = "") -> str:
@@ -162,7 +166,11 @@ class Wire:
         mailboxes = _Mailboxes(folder, secret)
         self._inbox = mailboxes.inbox(mine)
         self.address = self._inbox.address
-        self._outbox = mailboxes.outbox(theirs)
+        try:
+            self._outbox = mailboxes.outbox(theirs)
+        except BaseException:
+            self._inbox.close()
+            raise
         self._seal, self._sender = None if secret is None else Seal(secret), sender or b""
         self._lead: list[Frame] = [] if sender is None else [sender]
         self._sending = threading.Lock()

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from quire.base import env
 from quire.base.log import logger
 from quire.config.engine import EngineConfig, replace
 from quire.config.running import ParallelConfig
@@ -28,6 +29,7 @@ def check_ranks(requested: Mapping[str, Any], config: EngineConfig) -> EngineCon
         _check_launched(config)
     size, backend = parallel.world_size, parallel.distributed_executor_backend
     _check_balance(config)
+    _check_context(parallel)
     if parallel.enable_expert_parallel:
         _check_experts(config)
     if backend == "ray" and importlib.util.find_spec("ray") is None:
@@ -132,6 +134,53 @@ def _check_balance(config: EngineConfig) -> None:
         raise NotBuiltError(f"enable_eplb: experts do not move together with {other}", param="enable_eplb", value=True)
 
 
+def _check_context(parallel: ParallelConfig) -> None:
+    size, tensor = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
+    if tensor % size:
+        raise ConfigError(
+            f"decode_context_parallel_size={size} must divide tensor_parallel_size={tensor}: it divides contexts among "
+            "the same ranks",
+            param="decode_context_parallel_size",
+            value=size,
+        )
+    if parallel.dcp_comm_backend == "a2a" and size == 1:
+        raise ConfigError(
+            "dcp_comm_backend='a2a' needs decode_context_parallel_size above 1", param="dcp_comm_backend", value="a2a"
+        )
+
+
+def divide_contexts(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """Of context parallelism: what it is not built for is refused, the two names of an option become one."""
+    parallel, block_size = config.parallel_config, config.cache_config.block_size
+    size, old = parallel.decode_context_parallel_size, parallel.dcp_kv_cache_interleave_size
+    if size == 1:
+        return config
+    others = {
+        "a GPU: it is built for ranks on CPUs": config.device_config.device != "cpu",
+        "an encoder-decoder model": config.model_config.is_encoder_decoder,
+        "a pooling model": config.model_config.is_pooling,
+        "a KV cache in int8: choose another kv_cache_dtype": config.cache_config.cache_dtype.startswith("int8"),
+        "batch-invariant mode: how a context is divided changes bits": env.BATCH_INVARIANT.get(),
+    }
+    for other in (name for name, is_so in others.items() if is_so):
+        raise NotBuiltError(
+            f"decode_context_parallel_size={size} is not built for {other}",
+            param="decode_context_parallel_size",
+            value=size,
+        )
+    interleave = parallel.cp_kv_cache_interleave_size
+    if old > 1 and old != interleave:
+        log.warning("cp_kv_cache_interleave_size: %d, as its old name dcp_kv_cache_interleave_size says", old)
+        interleave = old
+    if block_size % interleave:
+        raise ConfigError(
+            f"cp_kv_cache_interleave_size={interleave} must divide block_size={block_size}",
+            param="cp_kv_cache_interleave_size",
+            value=interleave,
+        )
+    return replace(config, **{"parallel_config.cp_kv_cache_interleave_size": interleave})
+
+
 def spread_experts(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """Whether the ranks of all engines divide a mixture's experts among themselves, and run every step together."""
     parallel = config.parallel_config
@@ -158,8 +207,6 @@ def _why_apart(config: EngineConfig) -> str:
         return f"distributed_executor_backend is {parallel.distributed_executor_backend!r}"
     if parallel.data_parallel_size_local < parallel.data_parallel_size:
         return "several programs start them, which do not know of each other"
-    if parallel.pipeline_parallel_size > 1:
-        return "they have pipeline stages"
     if config.enable_lora:
         return "they serve adapters"
     if config.speculative_config is not None:

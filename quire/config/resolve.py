@@ -28,7 +28,7 @@ from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
 from quire.config.outside import registered
 from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
-from quire.config.ranks import check_ranks, spread_experts
+from quire.config.ranks import check_ranks, divide_contexts, spread_experts
 from quire.config.rounding import ONLINE, ONLINE_ONLY, online_form
 from quire.config.sampling import choose_sampling
 from quire.schema.errors import CheckpointError, ConfigError, InputError, ModelNotFoundError, NotBuiltError
@@ -643,6 +643,7 @@ STEPS: tuple[Step, ...] = (
     choose_scheduling,
     choose_graphs,
     choose_cache,
+    divide_contexts,
     spread_experts,
     check_traces,
     finish,
@@ -651,7 +652,7 @@ STEPS: tuple[Step, ...] = (
 _OF_THE_ENGINE = (
     check_ranks, check_engines, choose_drafts, configure_drafter, check_encoder_decoder, choose_pooling_steps,
     choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler, choose_scheduling,
-    choose_graphs, choose_cache, spread_experts,
+    choose_graphs, choose_cache, divide_contexts, spread_experts,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

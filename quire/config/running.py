@@ -105,6 +105,17 @@ class ParallelConfig(Group):
         1, "Stages that share the layers, each with tensor_parallel_size worker processes.", low=1, flags=("-pp",)
     )
     prefill_context_parallel_size: int = unavailable()
+    decode_context_parallel_size: int = option(
+        1, "Ranks with the same heads of keys that divide the KV of every context among themselves; it divides "
+        "tensor_parallel_size.", low=1, flags=("-dcp",),
+    )  # fmt: skip
+    cp_kv_cache_interleave_size: int = option(
+        1, "Tokens in a row that one of these ranks keeps; it divides block_size.", unset=None, low=1
+    )
+    dcp_kv_cache_interleave_size: int = option(1, "Old name of cp_kv_cache_interleave_size.", low=1)
+    dcp_comm_backend: Literal["ag_rs", "a2a"] = option(
+        "ag_rs", "How their partial results are combined: all-gather and reduce-scatter, or all-to-all.", unset=None
+    )
     data_parallel_size: int = option(
         1, "Engines that share the requests, each with the whole model and processes of its own.", low=1,
         flags=("-dp",),

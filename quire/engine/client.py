@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 CLOSED = "it was shut down"
+CLOSE_PATIENCE_S = 10.0  # that the step under way may take when an engine in this process is closed
 
 
 class Sink(Protocol):
@@ -154,6 +155,7 @@ class InProcessClient:
         self._loop: EngineLoop | None = None
         self._inbox: Inbox = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._sink: Sink | None = None  # None: nobody is to be told of the end
         self._calls = Calls()
 
     @property
@@ -203,7 +205,8 @@ class InProcessClient:
                 param="distributed_executor_backend",
                 value="external_launcher",
             )
-        self._thread = threading.Thread(target=self._turn, args=(self.loop, sink), name="engine loop", daemon=True)
+        self._sink = sink
+        self._thread = threading.Thread(target=self._turn, args=(self.loop,), name="engine loop", daemon=True)
         self._thread.start()
 
     def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
@@ -241,7 +244,12 @@ class InProcessClient:
         self.dead = self.dead or EngineDeadError(CLOSED)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._inbox.put(Stop())
-            self._thread.join()
+            self._thread.join(CLOSE_PATIENCE_S)
+            if self._thread.is_alive():  # it has the worker: that ends with it, or with the program
+                log.error("A step did not end within %.0f s: the engine is left to it", CLOSE_PATIENCE_S)
+                sink, self._sink, died = self._sink, None, True
+                if sink is not None:
+                    sink.died(self.dead)
         if not died:
             loop.close()
         self._calls.fail(self.dead)
@@ -258,10 +266,11 @@ class InProcessClient:
         else:
             loop.abort(message.request_ids)
 
-    def _turn(self, loop: EngineLoop, sink: Sink) -> None:
+    def _turn(self, loop: EngineLoop) -> None:
         def emit(message: FromEngine) -> None:
             if isinstance(message, Outputs):
-                sink.take(message)
+                if (sink := self._sink) is not None:
+                    sink.take(message)
             elif isinstance(message, ControlReply):
                 self._calls.answer(message)
 
@@ -271,7 +280,8 @@ class InProcessClient:
         except Exception as failed:  # noqa: BLE001  # the root of the engine's thread: every caller gets what ended it
             error = self._die(failed)
         self._calls.fail(error)
-        sink.died(error)
+        if (sink := self._sink) is not None:
+            sink.died(error)
 
     def _die(self, failed: BaseException) -> EngineDeadError:
         log.error("The engine died", exc_info=failed)

@@ -74,7 +74,7 @@ def start_engine(
         num_blocks=layout.num_blocks,
         max_model_len=max_model_len,
         vocab_size=info.vocab_size,
-        block_size=config.cache_config.block_size,
+        block_size=config.cache_config.block_size * config.parallel_config.decode_context_parallel_size,
         start_seconds=seconds,
         phases=phases,
         pid=os.getpid(),

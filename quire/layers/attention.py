@@ -205,4 +205,4 @@ class Attention(KVLayer):
 
 def own_heads(kind: AttentionKind, group: ShardGroup) -> tuple[Span, Span]:
     """Heads of queries, and of keys and values, on this rank."""
-    return group.span("heads", kind.heads), group.span("heads of keys", kind.kv_heads, repeats=True)
+    return group.span("heads", kind.heads), group.keys_span(kind.kv_heads)

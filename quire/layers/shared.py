@@ -39,7 +39,7 @@ class SharedKind:
 
     def on(self, group: ShardGroup) -> OwnShares:
         heads = group.span("heads", self.heads)
-        keys = group.span("heads of keys", self.kv_heads, repeats=True)
+        keys = group.keys_span(self.kv_heads)
         ffn = group.span("entries of an mlp", self.ffn)
         return OwnShares(heads.times(self.head_dim), keys.times(self.head_dim), ffn)
 

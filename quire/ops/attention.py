@@ -67,6 +67,48 @@ def _in_slices(
     return torch.cat(outputs, 2)
 
 
+@op
+def partial_attention(
+    q: Tensor,  # [B, Hq, M, D]
+    k: Tensor,  # [B, Hkv, L, D], Hkv divides Hq: some of the keys
+    v: Tensor,  # [B, Hkv, L, Dv]
+    mask: Tensor | None,  # float32, added to the scores; broadcasts to [B, Hq, M, L]; -inf hides
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # float32 [B, Hq, M, Dv] and [B, Hq, M]
+    """Attention over some of the keys, and the logarithm of the sum of their exp(score), by which `merge_attention`
+    weighs it. Of a query that sees none of them: zeros, and -inf."""
+    (batch, heads, m, _), (kv_heads, length) = q.shape, k.shape[1:3]
+    rows = max(1, MAX_SCORES // (batch * heads * max(length, 1)))
+    if m > rows:
+        cut = [None] * (-(-m // rows)) if mask is None else mask.expand(*mask.shape[:-2], m, length).split(rows, -2)
+        parts = [
+            partial_attention.reference(part, k, v, hidden, scale=scale, softcap=softcap)
+            for part, hidden in zip(q.split(rows, 2), cut, strict=True)
+        ]
+        return torch.cat([out for out, _ in parts], 2), torch.cat([total for _, total in parts], 2)
+    folded = q.reshape(batch, kv_heads, heads // kv_heads * m, -1)
+    scores = torch.matmul(folded.float(), k.float().transpose(-1, -2)).mul_(scale).view(batch, heads, m, length)
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores = scores + mask
+    total = scores.logsumexp(-1)
+    weights = (scores - total.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp_()
+    out = torch.matmul(weights.view(batch, kv_heads, -1, length), v.float()).view(batch, heads, m, -1)
+    return out, total
+
+
+@op
+def merge_attention(parts: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+    """Of N disjoint sets of keys, parts [N, .., Dv] and totals [N, ..] as `partial_attention` has them: the same of all
+    keys together."""
+    total = totals.logsumexp(0)
+    weights = (totals - total.clamp(min=torch.finfo(torch.float32).min)).exp_()
+    return (parts * weights[..., None]).sum(0), total
+
+
 @padded_attention.form("cpu")
 def padded_attention_cpu(
     q: Tensor,

@@ -98,6 +98,25 @@ class ExpertSpread(Protocol):
         """Rows of all engines -> the sum over engines of this one's rows."""
 
 
+class ContextRanks(Protocol):
+    """Neighbouring ranks with the same heads of keys, each of which keeps some of a context's tokens (context
+    parallelism for decode): `interleave` tokens in a row, in turn."""
+
+    rank: int  # among these
+    size: int
+    interleave: int
+    by_exchange: bool  # partial results are exchanged (all-to-all) and merged by each rank, instead of summed
+
+    def gather(self, x: Tensor) -> Tensor:
+        """What each rank brings, all of one shape -> [size, *x.shape]."""
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        """[size, ..] -> the sum over ranks of what they have for this one."""
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """[size, ..], one for each rank -> what each rank has for this one."""
+
+
 @dataclass(frozen=True)
 class ShardGroup:
     """The ranks among which matrices are cut, as one of them sees it; and which of a pipeline's stages they are."""
@@ -109,6 +128,7 @@ class ShardGroup:
     stages: int = 1
     placement: str = ""  # of whole experts: linear | round_robin; "": every rank has some entries of each
     spread: ExpertSpread | None = None  # None: these ranks have all experts among themselves
+    context: ContextRanks | None = None  # None: every rank keeps all tokens of its heads of keys
     redundant: int = 0  # copies of experts, besides one of each
     # what one of the ranks that share the experts has, on all of them, in place; None: experts stay where they are
     broadcast: Callable[[Tensor, int], None] | None = None
@@ -136,6 +156,19 @@ class ShardGroup:
         if repeats and self.size % units == 0:
             return Span(units, self.rank * units // self.size, 1)
         raise ConfigError(f"{units} {what} cannot be shared out among {self.size} ranks", value=units)
+
+    def keys_span(self, units: int) -> Span:
+        """Heads of keys and values. Ranks that divide a context among themselves must have the same ones."""
+        span = self.span("heads of keys", units, repeats=True)
+        copies = self.size // units
+        if self.context is not None and (not copies or copies % self.context.size):
+            raise ConfigError(
+                f"decode_context_parallel_size={self.context.size} divides a context among ranks that have the same "
+                f"heads of keys: it must divide tensor_parallel_size={self.size} / {units} heads of keys",
+                param="decode_context_parallel_size",
+                value=self.context.size,
+            )
+        return span
 
     def own_experts(self, count: int) -> tuple[int, ...] | None:
         """The experts that this rank has whole, some ranks one more than others; None: a share of every one."""

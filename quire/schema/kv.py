@@ -36,6 +36,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     layer: str
     kind: KVKind
     block_size: int  # tokens per block
+    context_ranks: int = 1  # ranks that keep an equal number of a block's tokens each, with context parallelism
     num_kv_heads: int = 0
     head_size: int = 0
     v_head_size: int = -1  # -1: same as head_size; 0: values are a slice of the keys (latent attention)
@@ -54,7 +55,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block of this layer."""
+        """Bytes of one block of this layer, on one rank."""
         if self.kind is KVKind.STATE:
             total = 0
             for shape, dtype in zip(self.state_shapes, self.state_dtypes, strict=True):
@@ -63,7 +64,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
                     size *= n
                 total += size
             return total
-        return self.block_size * self.token_bytes
+        return self.block_size // self.context_ranks * self.token_bytes
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quire.loader.adapter import HostAdapter
 
 _log = logger(__name__)
+CLOSE_PATIENCE_S = 5.0
 
 
 class WorkerAdapters:
@@ -76,10 +77,16 @@ class WorkerAdapters:
         return self._apart.isdisjoint(slots.tolist())
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._inbox.put(None)
-            self._thread.join()
-            self._thread = None
+        """What waits to be read is not read any more. A read that takes longer than CLOSE_PATIENCE_S is left alone."""
+        if self._thread is None:
+            return
+        with self._lock:
+            self._wanted.clear()
+        self._inbox.put(None)
+        self._thread.join(CLOSE_PATIENCE_S)
+        if self._thread.is_alive():
+            _log.warning("An adapter is still being read: it is left to its thread, which ends with the program")
+        self._thread = None
 
     def _run(self) -> None:
         while (source := self._inbox.get()) is not None:

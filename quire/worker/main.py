@@ -25,7 +25,9 @@ from quire.worker.worker import Job, Worker, WorkerParts
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.config.running import ParallelConfig
     from quire.models.build import Model
+    from quire.quant.shard import ContextRanks
     from quire.worker.adapters import WorkerAdapters
     from quire.worker.early import Early
     from quire.worker.media import MediaEncoder
@@ -105,14 +107,31 @@ def build_worker(
 
     if parallel.experts_meeting:
         engine = parallel.data_parallel_rank, parallel.data_parallel_size
-        joined = join_engines(rank, num_workers, *engine, parallel.experts_meeting, device)
+        stages = parallel.pipeline_parallel_size
+        joined = join_engines(rank, num_workers, *engine, parallel.experts_meeting, device, stages)
     else:
         joined = join(rank, num_workers, meeting, device, parallel.pipeline_parallel_size)
     placement = parallel.expert_placement_strategy if parallel.enable_expert_parallel else ""
     moves = joined.broadcast if parallel.enable_eplb else None
     redundant = parallel.eplb_config.num_redundant_experts
-    group = replace(joined.group, placement=placement, redundant=redundant, broadcast=moves)
+    group = replace(
+        joined.group, placement=placement, redundant=redundant, broadcast=moves, context=_context_of(parallel)
+    )
     return made(config, device, PARTS, laps, early, group, joined.link, joined.gather)
+
+
+def _context_of(parallel: ParallelConfig) -> ContextRanks | None:
+    """The ranks with which this one divides contexts, once all have joined."""
+    if parallel.decode_context_parallel_size == 1:
+        return None
+    from quire.worker.context import join_context  # lazy
+
+    joined: ContextRanks = join_context(
+        parallel.decode_context_parallel_size,
+        interleave=parallel.cp_kv_cache_interleave_size,
+        by_exchange=parallel.dcp_comm_backend == "a2a",
+    )
+    return joined
 
 
 def set_up_gpu(laps: Laps, rank: int = 0, num_workers: int = 1) -> torch.device:

@@ -60,8 +60,11 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     return Joined(ShardGroup(own, share, reduce, stage, stages), link, broadcast=broadcast)
 
 
-def join_engines(rank: int, size: int, engine: int, engines: int, meeting: str, device: torch.device) -> Joined:
-    """Among the ranks of several engines, which have experts together. Returns once all are there."""
+def join_engines(
+    rank: int, size: int, engine: int, engines: int, meeting: str, device: torch.device, stages: int = 1
+) -> Joined:
+    """Among the ranks of several engines, which have experts together: those of the same pipeline stage, if there are
+    several. Returns once all are there."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     _choose_interface(meeting)
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
@@ -70,15 +73,20 @@ def join_engines(rank: int, size: int, engine: int, engines: int, meeting: str, 
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     reduce: Callable[[Tensor], Tensor] = as_it_is
-    if size > 1:  # every rank makes the groups of all
-        own = [distributed.new_group(range(e * size, (e + 1) * size), timeout=limit) for e in range(engines)]
-        reduce = _sum_over(own[engine])
+    share, world = size // stages, engine * size + rank
+    if share > 1:  # every rank makes the groups of all
+        firsts = range(0, size * engines, share)
+        reduce = _sum_over([distributed.new_group(range(f, f + share), timeout=limit) for f in firsts][world // share])
     peers = [range(r, size * engines, size) for r in range(size)]
     across = [distributed.new_group(ranks, timeout=limit) for ranks in peers]
     talks = across if backend == "gloo" else [distributed.new_group(r, timeout=limit, backend="gloo") for r in peers]
     _log.info("Rank %d of %d in engine %d of %d (%s)", rank, size, engine, engines, backend)
-    spread = EngineSpread(engine, engines, rank, size, across[rank], talks[rank])
-    return Joined(ShardGroup(rank, size, reduce, spread=spread), None, broadcast=_broadcast_over(None))
+    stage, own = divmod(rank, share)
+    spread = EngineSpread(engine, engines, own, share, across[rank], talks[rank])
+    group = ShardGroup(own, share, reduce, stage, stages, spread=spread)
+    if stages > 1:
+        return Joined(group, _ProcessLink(world - share, world + share))
+    return Joined(group, None, broadcast=_broadcast_over(None))
 
 
 def _join_launched(rank: int, size: int, backend: str) -> Joined:

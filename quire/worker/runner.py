@@ -216,13 +216,16 @@ class ModelRunner:
     def _compute(self, batch: Batch) -> Tensor:
         if self._spread is not None:
             return self._compute_beside(self._spread, batch)
+        return self._compute_here(batch)
+
+    def _compute_here(self, batch: Batch) -> Tensor:
         return self.model.forward(batch) if self.pipe is None else self.pipe.run(self.model.forward, batch)
 
     def _compute_beside(self, spread: ExpertSpread, batch: Batch) -> Tensor:
         """Together with the steps of other engines."""
         try:
             spread.begin(batch.num_tokens)
-            return self.model.forward(batch)
+            return self._compute_here(batch)
         finally:
             spread.end()
 

@@ -175,6 +175,10 @@ class Worker:
             if is_scaled(kv_dtype):
                 self._kv_scales = self._parts.cache_scales(self.config)
             self._specs = settle_states(model.kv_specs(cache_config.block_size, kv_dtype), cache_config)
+            if self.group.context is not None:
+                from quire.attention.context_ranks import divide  # lazy
+
+                self._specs = divide(self._specs, self.group.context)
             if self._early is not None and not self._early.manifest.current and self._specs:
                 self._compile(self._early)
                 self._laps.mark("compile")
@@ -261,6 +265,16 @@ class Worker:
             from quire.attention.both_ways import WithBothWays  # lazy
 
             backend = WithBothWays.over(backend, self._specs)
+        if self.group.context is not None:
+            from quire.attention.context_ranks import WithContextRanks  # lazy
+
+            if self._encoder is not None and self._encoder.both_ways:
+                raise NotBuiltError(
+                    f"decode_context_parallel_size={self.group.context.size} is not built for a model with attention "
+                    "in both directions",
+                    param="decode_context_parallel_size",
+                )
+            backend = WithContextRanks.over(backend, self.group.context, self._specs)
         kv = KVMemory(layout, self.device)
         scaled = self._scaled = scaled_caches(kv.bind(backend, model))
         set_scales(scaled, self._kv_scales)

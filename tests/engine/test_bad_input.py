@@ -78,7 +78,7 @@ OPTIONS = [
     ({"block_size": 0}, ["block_size", "0"]),
     ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization", "1.5"]),
     ({"max_num_seqs": 0}, ["max_num_seqs"]),
-    ({"decode_context_parallel_size": 2}, ["decode_context_parallel_size"]),
+    ({"prefill_context_parallel_size": 2}, ["prefill_context_parallel_size"]),
     ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, ["max_cpu_loras", "2", "4"]),
     ({"enable_lora": True, "max_lora_rank": 7}, ["max_lora_rank", "7"]),
     ({"speculative_config": {"method": "ngram"}}, ["speculative_config"]),

@@ -21,6 +21,7 @@ OPTIONS: dict[str, Any] = dict(
 )
 SPREAD: dict[str, Any] = dict(data_parallel_size=2, enable_expert_parallel=True)
 MOVING: dict[str, Any] = dict(enable_eplb=True, eplb_config={"step_interval": 5, "num_redundant_experts": 1})
+STAGES: dict[str, Any] = dict(pipeline_parallel_size=2)
 
 
 def prompts(seed: int, count: int = 5) -> list[Any]:
@@ -50,30 +51,38 @@ def answers(folder: Path, **options: Any) -> tuple[list[list[int]], list[list[fl
 
 
 @pytest.mark.parametrize(
-    ("mixture", "placement", "ranks", "moving"),
+    ("mixture", "placement", "ranks", "other"),
     [
         ("Qwen3MoeForCausalLM", "round_robin", 2, {}),
         ("Llama4ForCausalLM", "linear", 1, MOVING),  # where weights multiply what goes in: a row for each choice
+        ("MixtralForCausalLM", "linear", 1, STAGES),
     ],
 )
 def test_two_engines_with_half_of_the_experts_each_answer_as_one(
-    mixture: str, placement: str, ranks: int, moving: dict[str, Any], tmp_path: Path
+    mixture: str, placement: str, ranks: int, other: dict[str, Any], tmp_path: Path
 ) -> None:
     make_tiny(mixture, tmp_path)
     tokens, logprobs, (whole,) = answers(tmp_path)
-    more = dict(expert_placement_strategy=placement, tensor_parallel_size=ranks, **SPREAD, **moving)
+    more = dict(expert_placement_strategy=placement, tensor_parallel_size=ranks, **SPREAD, **other)
     shared_tokens, shared_logprobs, shares = answers(tmp_path, **more)
     assert shared_tokens == tokens
-    for own, other in zip(shared_logprobs, logprobs, strict=True):
-        assert own == pytest.approx(other, abs=1e-4)
-    copies = 1 if moving else 0
-    assert len(shares) == 2 * ranks
+    for own, expected in zip(shared_logprobs, logprobs, strict=True):
+        assert own == pytest.approx(expected, abs=1e-4)
+    copies, stages = 1 if other == MOVING else 0, 2 if other == STAGES else 1
+    assert len(shares) == 2 * ranks * stages
+    if stages > 1:  # workers of an engine follow each other: each stage has its own layers
+        shares = [first + second for first, second in zip(shares[::2], shares[1::2], strict=True)]
     assert [sum(layer) - copies for layer in zip(*shares, strict=True)] == whole
     assert all(0 < own < every for share in shares for own, every in zip(share, whole, strict=True))
 
 
-def test_whoever_has_requests_nobody_waits_for_ever_and_all_end_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [MOVING, STAGES], ids=["moving", "stages"])
+def test_whoever_has_requests_nobody_waits_for_ever_and_all_end_together(
+    other: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Requests of one engine only, of both, come and go, some are given up; then one engine is killed."""
+    if other == STAGES and not request.config.getoption("--every-architecture"):
+        pytest.skip("--every-architecture")
     make_tiny("MixtralForCausalLM", tmp_path)
     rng, choices = random.Random(7), prompts(5, 12)
 
@@ -87,7 +96,7 @@ def test_whoever_has_requests_nobody_waits_for_ever_and_all_end_together(tmp_pat
         return count
 
     async def scene() -> None:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path), **OPTIONS, **SPREAD, **MOVING))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path), **OPTIONS, **SPREAD, **other))
         for turn in range(12):
             engines = [[0], [1], [0, 1, None, 1], [None] * 6][turn % 4]
             lengths = [rng.randrange(1, 12) for _ in engines]
@@ -100,12 +109,13 @@ def test_whoever_has_requests_nobody_waits_for_ever_and_all_end_together(tmp_pat
             if rng.random() < 0.3:
                 await asyncio.sleep(0.05)  # all engines come to rest
         counted = await llm.collective_rpc("tests.rank_probe:moves_of")
-        assert counted[0] == counted[1] and min(counted[0]) > 0
+        assert counted[0] == counted[1] and (min(counted[0]) > 0) is (other == MOVING)
         endless = [asyncio.create_task(ask(llm, f"last-{i}", 0, 90, False)) for i in range(2)]
         pids = await llm.collective_rpc("tests.rank_probe:pid_of")
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[-1], signal.SIGKILL)
+        who = r"engine 1: worker 1, pipeline stage 1" if other == STAGES else "engine 1"
         for one in endless:
-            with pytest.raises(EngineDeadError, match=r"engine 1 \(process \d+\) was killed by SIGKILL.* cannot go on"):
+            with pytest.raises(EngineDeadError, match=rf"{who} \(process \d+\) was killed by SIGKILL.* cannot go on"):
                 while await asyncio.wait_for(one, 60):
                     one = asyncio.create_task(ask(llm, f"again-{id(one)}", 0, 90, False))
         with pytest.raises(EngineDeadError, match="engine 1"):

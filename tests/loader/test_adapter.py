@@ -454,3 +454,24 @@ def test_weights_that_changed_are_not_read_again_under_the_same_serial(folder: P
     second = reading(2)
     assert second.error is None and second.digest != first.digest, "another load reads what is there"
     adapters.close()
+
+
+def test_a_read_that_never_ends_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.worker.adapters.CLOSE_PATIENCE_S", 0.2)
+    begun, go_on = threading.Event(), threading.Event()
+    paths: list[str] = []
+
+    def stuck(path: str) -> Any:
+        paths.append(path)
+        begun.set()
+        go_on.wait(60)
+        raise OSError("too late")
+
+    adapters = WorkerAdapters(stuck, (), StepAdapters())
+    for serial in (1, 2):
+        adapters.begin(AdapterSource(serial=serial, name="tuned", path=str(serial)))
+    assert begun.wait(60)
+    adapters.close()
+    go_on.set()
+    errors = {read.serial: read.error for _ in range(2) for read in adapters.poll(60)}
+    assert paths == ["1"] and "removed before" in str(errors[2]), "what waited is not read any more"

@@ -23,7 +23,7 @@ def test_every_option_and_variable_has_a_row() -> None:
 def test_availability_is_told() -> None:
     rows = {line.split("`")[1]: line for line in options_page().splitlines() if line.startswith("| `")}
     assert rows["max_num_seqs"].endswith("| available |")
-    assert rows["decode_context_parallel_size"].endswith("| not yet |")
+    assert rows["prefill_context_parallel_size"].endswith("| not yet |")
     assert rows["tensor_parallel_size"].endswith("| available |")
     assert "no effect: a preempted request is recomputed" in rows["swap_space"]
     assert rows["speculative_config.method"].endswith("| available |")

@@ -76,7 +76,7 @@ def test_nothing_is_said_of_defaults_and_of_what_holds(tmp_path: Path, told: pyt
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--decode-context-parallel-size", "2"], ["--quantization", "experts_int8"], ["--kv-cache-dtype", "nvfp4"],
+        ["--prefill-context-parallel-size", "2"], ["--quantization", "experts_int8"], ["--kv-cache-dtype", "nvfp4"],
         ["--enable-moe-shared-loras"], ["--runner", "draft"],
         ["--speculative-config", '{"method": "dflash", "num_speculative_tokens": 2}'],
         ["-ac.use_non_causal", "true"], ["--use-fp64-gumbel"], ["--enable-sleep-mode"],

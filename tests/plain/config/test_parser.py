@@ -314,9 +314,9 @@ def test_help(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
     everything = shown(parser, "--help=all", capsys)
     assert all(f"--{word}" in everything for word in ("mine", "block-size", "max-num-seqs"))
     assert "Did you mean --help=CacheConfig?" in shown(parser, "--help=CacheConfg", capsys)
-    absent = shown(parser, "--help=decode-context-parallel-size", capsys)
-    assert "Not available in this version: --decode-context-parallel-size" in absent
-    assert "--decode-context-parallel-size" not in everything
+    absent = shown(parser, "--help=prefill-context-parallel-size", capsys)
+    assert "Not available in this version: --prefill-context-parallel-size" in absent
+    assert "--prefill-context-parallel-size" not in everything
     assert "No effect: a preempted request is" in " ".join(shown(parser, "--help=swap-space", capsys).split())
     assert "--word" in shown(commands(), "other --help", capsys)
     assert "--block-size" in shown(commands(), "serve --help=CacheConfig", capsys)

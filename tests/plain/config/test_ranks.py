@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from quire.base import env
 from quire.config import EngineArgs
 from quire.config.ranks import MOST_RANKS
 from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 from tests.plain.config.test_hints import LLAMA
+
+DIVIDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 
 
 def resolve(folder: Path, **options: Any) -> Any:
@@ -99,6 +102,22 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
             NotBuiltError,
             "enable_eplb: experts do not move together with pipeline stages",
         ),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 4},
+            ConfigError,
+            "decode_context_parallel_size=4 must divide tensor_parallel_size=2",
+        ),
+        ({"decode_context_parallel_size": 0}, ConfigError, "at least 1"),
+        ({"dcp_comm_backend": "a2a"}, ConfigError, "dcp_comm_backend='a2a' needs decode_context_parallel_size above 1"),
+        (DIVIDED | {"block_size": 8, "cp_kv_cache_interleave_size": 3}, ConfigError, "=3 must divide block_size=8"),
+        (DIVIDED | {"cp_kv_cache_interleave_size": 32}, ConfigError, "=32 must divide block_size=16"),
+        (DIVIDED | {"runner": "pooling"}, NotBuiltError, "size=2 is not built for a pooling model"),
+        (
+            DIVIDED | {"kv_cache_dtype": "int8_per_token_head"},
+            NotBuiltError,
+            "size=2 is not built for a KV cache in int8",
+        ),
+        (DIVIDED | {"prefill_context_parallel_size": 2}, NotBuiltError, "all tokens of a prompt"),
         ({"tensor_parallel_size": MOST_RANKS + 1}, ConfigError, f"at most {MOST_RANKS} ranks"),
         ({"tensor_parallel_size": 0}, ConfigError, "at least 1"),
         ({"pipeline_parallel_size": 0}, ConfigError, "at least 1"),
@@ -121,6 +140,23 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: 
         resolve(tmp_path, **options)
 
 
+def test_batch_invariant_contexts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
+    env.forget_all()
+    with pytest.raises(NotBuiltError, match="size=2 is not built for batch-invariant mode"):
+        resolve(tmp_path, **DIVIDED)
+
+
+def test_two_names_of_how_many_tokens_a_rank_keeps_in_a_row(tmp_path: Path) -> None:
+    assert resolve(tmp_path, **DIVIDED).cp_kv_cache_interleave_size == 1
+    assert resolve(tmp_path, **DIVIDED, cp_kv_cache_interleave_size=4).cp_kv_cache_interleave_size == 4
+    old = resolve(tmp_path, **DIVIDED, dcp_kv_cache_interleave_size=8, cp_kv_cache_interleave_size=4)
+    assert old.cp_kv_cache_interleave_size == 8
+    parallel = resolve(tmp_path, **DIVIDED)
+    assert (parallel.world_size, parallel.dcp_comm_backend) == (2, "ag_rs")
+    assert resolve(tmp_path, dcp_kv_cache_interleave_size=3).cp_kv_cache_interleave_size == 1  # nothing is divided
+
+
 MIXTURE = LLAMA | {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2
 }  # fmt: skip
@@ -132,7 +168,7 @@ MIXTURE = LLAMA | {
         ({}, ""),
         ({"tensor_parallel_size": 2}, ""),
         ({"data_parallel_rank": 1}, "several programs start them"),
-        ({"pipeline_parallel_size": 2}, "they have pipeline stages"),
+        ({"pipeline_parallel_size": 2}, ""),
         ({"enable_lora": True}, "they serve adapters"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "they draft"),
         ({"load_format": "sharded_state"}, "files of load_format 'sharded_state'"),

@@ -370,8 +370,8 @@ def test_reuse(folder: Path) -> None:
 
 
 def test_unbuilt_options_are_refused_before_anything_is_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(NotBuiltError, match="decode_context_parallel_size=2"):
-        resolve(tmp_path / "nowhere", decode_context_parallel_size=2)
+    with pytest.raises(NotBuiltError, match="prefill_context_parallel_size=2"):
+        resolve(tmp_path / "nowhere", prefill_context_parallel_size=2)
 
 
 def test_options_that_encoder_decoders_lack_are_refused(folder: Path) -> None:

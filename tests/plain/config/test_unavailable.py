@@ -72,9 +72,9 @@ def test_what_is_not_in_the_table_works() -> None:
     ("name", "value", "words"),
     [
         (
-            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
             2,
-            "(pipeline_parallel_size, tensor_parallel_size); leave decode_context_parallel_size at 1",
+            "decode_context_parallel_size divides their KV; leave prefill_context_parallel_size at 1",
         ),
         ("max_lora_cls_labels", 2, "each layer and expert by itself; leave max_lora_cls_labels at None"),
         (

@@ -138,6 +138,32 @@ def test_streaming_and_closing(client):
     client.close()
 
 
+def test_a_step_that_never_ends_does_not_hold_up_the_end(config, monkeypatch):
+    """Whoever waits is told; the loop, which the step's thread still has, is left alone."""
+    monkeypatch.setattr("quire.engine.client.CLOSE_PATIENCE_S", 0.2)
+    client, sink = InProcessClient(config), Collector()
+    client.wait_ready()
+    loop, begun, go_on = client.loop, threading.Event(), threading.Event()
+    step, closed = loop.step, []
+
+    def stuck():
+        begun.set()
+        go_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(loop, "step", stuck)
+    monkeypatch.setattr(loop, "close", lambda: closed.append(1))
+    client.stream(sink)
+    client.submit([ask("a")])
+    assert begun.wait(60)
+    client.close()
+    assert sink.ended.wait(60) and "shut down" in str(sink.error) and not closed
+    sink.ended.clear()
+    go_on.set()
+    client._thread.join(60)
+    assert not client._thread.is_alive() and not sink.ended.is_set(), "told twice"
+
+
 @pytest.mark.parametrize(
     ("form", "extra", "words"),
     [

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import zmq
 
 from quire.base import env
 from quire.base.codec import Buffer, Codec, CodecError
+from quire.base.folders import remove_folder
 from quire.base.net import free_port, host_ip, join_host_port
 from quire.base.procs import Child
 from quire.base.sockets import PeerGoneError, Wire, private_folder
@@ -367,3 +369,17 @@ def test_annotations_are_read_by_one_thread_at_a_time(monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join(10)
     assert most == 1 and codecs[0].decode(frames) == Word("x")
+
+
+@pytest.mark.parametrize("theirs", ["udp://nowhere:1", "tcp://nowhere", "tcp://127.0.0.1:notaport"])
+def test_a_wire_to_nowhere_leaves_no_mailbox_open(theirs):
+    """The other address is looked at once this end's mailbox is there, which another wire can then have."""
+    folder = private_folder()
+    for _ in range(2):
+        with pytest.raises((ValueError, zmq.ZMQError)):
+            Wire(folder, mine="here", theirs=theirs, secret=b"0" * 32)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises((ValueError, zmq.ZMQError)):
+        Wire(folder, mine="here", theirs=theirs, secret=b"0" * 32)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    remove_folder(folder)
