@@ -81,6 +81,8 @@ def _add_speech(app: App, state: ServerState) -> dict[str, middleware.BodyLimit]
         missing.refuse_speech(app)
         return {}
     from quire.server.openai import speech  # lazy
+    from quire.server.openai.speech_desk import SpeechDesk  # lazy
 
-    speech.add_routes(app, state)
+    desk = SpeechDesk()
+    speech.add_routes(app, desk)
     return speech.upload_limits()
