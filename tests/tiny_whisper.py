@@ -29,14 +29,15 @@ LATEST_START = 20  # of the first time, in ticks
 
 
 class TinyWhisper:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, length: int = LENGTH) -> None:
+        """`length`: tokens of a prompt and a text."""
         tf.logging.set_verbosity_error()
         self.folder = folder
         end = ID["<|endoftext|>"]
         config = tf.WhisperConfig(
             vocab_size=VOCAB + len(CONTROL) + len(TIMES), d_model=32, encoder_layers=2, decoder_layers=2,
             encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=40,
-            num_mel_bins=BINS, max_source_positions=50 * SECONDS, max_target_positions=LENGTH, pad_token_id=end,
+            num_mel_bins=BINS, max_source_positions=50 * SECONDS, max_target_positions=length, pad_token_id=end,
             bos_token_id=end, eos_token_id=end, decoder_start_token_id=ID["<|startoftranscript|>"],
         )  # fmt: skip
         config._attn_implementation = "eager"
@@ -53,7 +54,7 @@ class TinyWhisper:
             task_to_id={"transcribe": ID["<|transcribe|>"], "translate": ID["<|translate|>"]},
             no_timestamps_token_id=ID["<|notimestamps|>"], decoder_start_token_id=ID["<|startoftranscript|>"],
             suppress_tokens=SUPPRESSED, begin_suppress_tokens=[*NEVER_FIRST, end],
-            max_initial_timestamp_index=LATEST_START, pad_token_id=end, bos_token_id=end, eos_token_id=end, max_length=LENGTH,
+            max_initial_timestamp_index=LATEST_START, pad_token_id=end, bos_token_id=end, eos_token_id=end, max_length=length,
         )  # fmt: skip
         self.model.save_pretrained(folder)
         write_tokenizer(folder)

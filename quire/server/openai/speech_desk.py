@@ -24,8 +24,8 @@ _MOST_SAMPLE_BYTES = 1 << 30  # of all audio that is being transcribed
 
 
 class SpeechDesk:
-    """What all calls of the speech routes share: the models' declarations, and how much audio is being worked on. Touched
-    by one event loop."""
+    """What all calls of the speech routes share: the models' declarations, and how much audio is being worked on.
+    Touched by one event loop."""
 
     def __init__(self) -> None:
         self._models: dict[str, SpeechModel] = {}
@@ -42,8 +42,8 @@ class SpeechDesk:
         return known
 
     async def decoded(self, served: ServedModel, work: Callable[[], list[Clip]]) -> list[Clip]:
-        """What `work` makes of audio, in the threads that decode all media, of which a few may be busy with this. A thread
-        whose audio nobody waits for any more is busy until it is done."""
+        """What `work` makes of audio, in the threads that decode all media, of which a few may be busy with this. A
+        thread whose audio nobody waits for any more is busy until it is done."""
         if self._num_decoding >= DECODED_AT_ONCE + _QUEUE:
             raise OverloadedError(f"{self._num_decoding} audio files wait to be decoded, as many as may wait")
         self._num_decoding += 1

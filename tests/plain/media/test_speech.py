@@ -67,7 +67,11 @@ def test_prompts_of_whisper() -> None:
     assert set(model.languages) == {"en", "de"}
     assert names(model, language="de") == "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>"
     timed = model.prompt(SpeechTask(language="en", kind=TRANSLATE, with_timestamps=True)).token_ids
-    assert timed == (ID["<|startoftranscript|>"], ID["<|en|>"], ID["<|translate|>"])  # the model writes the first time itself
+    assert timed == (
+        ID["<|startoftranscript|>"],
+        ID["<|en|>"],
+        ID["<|translate|>"],
+    )  # the model writes the first time itself
     assert names(model, language="en", prompt=" Quire. ").startswith(
         "<|startofprev|> Quire.<|startoftranscript|><|en|>"
     )
@@ -109,11 +113,11 @@ def test_tokens_never_said() -> None:
     first = whisper(begin_suppress_tokens=[5, ID["<|endoftext|>"]]).decoding(SpeechTask()).as_params()
     assert first == {"speech_rules": SpeechRules(never_first=(5, ID["<|endoftext|>"]))}
     timed = whisper(max_initial_timestamp_index=50).decoding(SpeechTask(with_timestamps=True)).times
-    assert timed == TimeRules(
-        first_id=ZERO, end_id=ID["<|endoftext|>"], plain_id=ID["<|notimestamps|>"], latest=50
-    )
+    assert timed == TimeRules(first_id=ZERO, end_id=ID["<|endoftext|>"], plain_id=ID["<|notimestamps|>"], latest=50)
     for wrong in (-1, "50", 10**9, None):  # a file may say anything
-        assert whisper(max_initial_timestamp_index=wrong).decoding(SpeechTask(with_timestamps=True)).times.latest is None
+        assert (
+            whisper(max_initial_timestamp_index=wrong).decoding(SpeechTask(with_timestamps=True)).times.latest is None
+        )
     with pytest.raises(CheckpointError):
         whisper(suppress_tokens=[1] * 5000)
 
