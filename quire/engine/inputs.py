@@ -101,6 +101,8 @@ class InputProcessor:
         self._siblings: tuple[ResolvedParams, ResolvedParams] | None = None  # params seen last, and their siblings'
         self._processors = _processors(config.model_config.logits_processors)
         self.use_tokenizer(tokenizer)
+        if self._is_encoder_decoder and self.takes_media:
+            _ = self.media  # every request needs it: files that do not fit the model are named now
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """For prompts from now on."""

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.config import SpeechToTextConfig
 from quire.media.speech.clips import cut_into_clips
+from quire.schema.errors import CheckpointError
 from quire.server.openai import speech as speech_routes
 from quire.server.openai.speech_desk import DECODED_AT_ONCE
 from quire.server.openai.speech_requests import SpeechCall
@@ -314,6 +316,17 @@ def test_a_client_that_goes_takes_its_clips_with_it(server: Live) -> None:
         time.sleep(0.1)
     assert not server.engine._streams.request_ids() and server.state.load.count == 0
     assert post(server, {"language": "en", **MOST}).status_code == 200
+
+
+@pytest.mark.parametrize(("field", "value", "name"), [("feature_size", 40, "num_mel_bins 20"),
+                                                      ("chunk_length", 3, "max_source_positions 100")])  # fmt: skip
+def test_an_extractor_of_another_model(tiny: TinyWhisper, tmp_path: Path, field: str, value: int, name: str) -> None:
+    """Known when the server starts, and not by its first request."""
+    shutil.copytree(tiny.folder, tmp_path / "m")
+    path = tmp_path / "m" / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match=name), live(str(tmp_path / "m"), engine={"dtype": "float32"}):
+        pass
 
 
 def test_silence_that_unpacks_to_gigabytes(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

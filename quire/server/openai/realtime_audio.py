@@ -104,7 +104,7 @@ def next_clip(data: bytes, rate: int, config: SpeechToTextConfig) -> list[Clip]:
     """The first clip of these samples, at the model's rate. In a worker's thread."""
     import numpy as np  # lazy
 
-    samples = np.frombuffer(data, "<i2").astype(np.float32) / 32768
+    samples = np.frombuffer(data, "<i2").astype(np.float32) / np.float32(32768)
     first = cut_into_clips(samples, dataclasses.replace(config, sample_rate=rate))[0]
     heard = resample(Audio(first.samples, rate), int(config.sample_rate))
     return [Clip(heard, first.start, first.seconds)]
