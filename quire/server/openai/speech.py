@@ -186,7 +186,7 @@ def _take_file(request: SpeechRequest) -> memoryview:
 def _read_clips(data: memoryview, model: SpeechModel) -> list[Clip]:
     """In a worker's thread."""
     try:
-        audio = decode_audio(bytes(data))
+        audio = decode_audio(data)
         samples = resample(audio, int(model.config.sample_rate))
     except InputError as wrong:
         raise type(wrong)(str(wrong), param="file") from wrong
