@@ -345,7 +345,8 @@ def main() -> None:
         text, cpu, clock, computed = heard_by_faster_whisper(options.weights, long, kind)
         differ = num_errors(words_of(our_long), words_of(text))
         print(f"faster-whisper ({computed}): {cpu:.1f} s of CPU ({clock:.1f} s of the clock); {differ} of "
-              f"{len(words_of(our_long))} words differ from Quire's; Quire takes {our_seconds / cpu:.2f}x its CPU")  # fmt: skip
+              f"{len(words_of(our_long))} words differ from Quire's; Quire takes {our_seconds / cpu:.2f}x its "
+              "CPU")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ class TinyWhisper:
             task_to_id={"transcribe": ID["<|transcribe|>"], "translate": ID["<|translate|>"]},
             no_timestamps_token_id=ID["<|notimestamps|>"], decoder_start_token_id=ID["<|startoftranscript|>"],
             suppress_tokens=SUPPRESSED, begin_suppress_tokens=[*NEVER_FIRST, end],
-            max_initial_timestamp_index=LATEST_START, pad_token_id=end, bos_token_id=end, eos_token_id=end, max_length=length,
+            max_initial_timestamp_index=LATEST_START,
+            pad_token_id=end, bos_token_id=end, eos_token_id=end, max_length=length,
         )  # fmt: skip
         self.model.save_pretrained(folder)
         write_tokenizer(folder)

@@ -85,7 +85,7 @@ class BeamSearchInstance:
                    encoder_ids=prepared.encoder_ids)  # fmt: skip
 
     def prompt(self, tokens: list[int]) -> Prompt:
-        """Of a request that tells what may follow these. What an encoder reads is the same for all, and encoded once."""
+        """Of a request that tells what may follow these. What an encoder reads is the same for all: encoded once."""
         encoder = None if self.encoder_ids is None else Prompt(token_ids=self.encoder_ids)
         return Prompt(token_ids=tuple(tokens), cache_salt=self.cache_salt, encoder=encoder)
 

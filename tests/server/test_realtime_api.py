@@ -136,7 +136,9 @@ def test_the_documented_conversation(client: Client, tiny: TinyWhisper) -> None:
         deltas = "".join(one["delta"] for one in events[:-1])
         assert deltas == events[-1]["text"] == heard(tiny, samples) != ""
         usage = events[-1]["usage"]
-        assert usage["prompt_tokens"] >= 4 and usage["completion_tokens"] >= len(events) - 1
+        num_clips = 1 if samples is SHORT else 3
+        assert usage["prompt_tokens"] == pytest.approx(4 * num_clips + 100 * len(samples) / RATE, abs=num_clips)
+        assert usage["completion_tokens"] >= len(events) - 1
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 

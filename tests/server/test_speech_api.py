@@ -169,6 +169,7 @@ def test_streams(client: openai.OpenAI, tiny: TinyWhisper, server: Live) -> None
     (done,) = [one for one in pieces if one.type == "transcript.text.done"]
     assert done.text == expected(tiny, LONG) and done.choices[0]["finish_reason"] == "length"
     assert len(deltas) > 3 and pieces[-1].choices == []
+    assert pieces[-1].usage["prompt_tokens"] == 3 * 4 + 520  # three prompts, and a hundred frames a second
     chunks = events(post(server, {"model": "w", "language": "de", "stream": "true", **MOST}, SHORT,
                          "/v1/audio/translations").text)  # fmt: skip
     assert {one["object"] for one in chunks} == {"translation.chunk"} and chunks[0]["id"].startswith("trsl-")

@@ -107,6 +107,10 @@ class SpeechModel(abc.ABC):
         """Without timestamps and control tokens."""
         raise NotImplementedError
 
+    def audio_tokens(self, seconds: float) -> int:
+        """What a clip of this length counts in `usage`, where it has no tokens in the prompt."""
+        return 0
+
     def clean(self, text: str) -> str:
         """Text as the engine writes it, whole tokens at a time, without what is no speech."""
         return text

@@ -5,11 +5,12 @@ A model that knows English only (`tiny.en`) has no tokens for languages and task
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.media.settings import ProcessorFiles, read_json
+from quire.media.settings import ProcessorFiles, Settings, read_json
 from quire.media.speech.languages import LANGUAGES
 from quire.media.speech.model import (
     TRANSLATE,
@@ -43,6 +44,8 @@ class WhisperSpeech(SpeechModel):
         self._tokenizer = tokenizer
         self.config = heard(extractor or {})
         self._tick = (self.config.max_audio_clip_s or 30) / int(config.get("max_source_positions") or 1500)  # seconds
+        hop = Settings.of({"hop_length": 160}, extractor or {}).whole("hop_length", high=1 << 16)
+        self._frames = self.config.sample_rate / hop  # per second
         self._start = self._token("<|startoftranscript|>")
         self._plain = self._token("<|notimestamps|>")  # timestamps are behind it
         self._end = self._token("<|endoftext|>")
@@ -147,6 +150,10 @@ class WhisperSpeech(SpeechModel):
     def _time(self, token_id: int) -> float | None:
         tick = token_id - self._plain - 1
         return round(tick * self._tick, 3) if 0 <= tick < self._num_ticks else None
+
+    def audio_tokens(self, seconds: float) -> int:
+        """As many as its spectrogram has frames."""
+        return math.ceil(round(seconds * self._frames, 6))
 
     def clean(self, text: str) -> str:
         """Without times, which are no special tokens."""

@@ -91,7 +91,7 @@ class _EndedError(Exception):
 
 def add_routes(app: App, state: ServerState, desk: SpeechDesk) -> None:
     """Whoever asks without a WebSocket is told what is missing: also where it is a package of the server."""
-    if find_spec("websockets") is None:
+    if any(find_spec(name) is None for name in ("websockets", "uvicorn.protocols.websockets.websockets_sansio_impl")):
         missing = MissingExtraError(PATH, "realtime", "websockets")
         answer = refusal(501, str(missing))
     else:
@@ -352,7 +352,7 @@ class Session:
         state, model = self._sessions.state, settings.model
         call = HttpCall(state, self._call.scope, self._call.receive, self._call.send)
         call.model = settings.served
-        plain = GenerateRequest(model=settings.served.name, stream=True, temperature=0.0)
+        plain = GenerateRequest.model_validate({"model": settings.served.name, "stream": True, "temperature": 0.0})
         hearing = _Hearing(SpeechCall(call, plain, model, source="audio"), settings.task, utterance.item)
         state.load.count += 1
         try:
@@ -434,7 +434,9 @@ class _Hearing:
         with flow:
             while not flow.finished:
                 for result in await flow.next():
-                    self.counts.num_prompt_tokens += len(result.prompt_token_ids or ()) if result.finished else 0
+                    if result.finished:
+                        audio = speech.model.audio_tokens(clip.seconds)
+                        self.counts.num_prompt_tokens += len(result.prompt_token_ids or ()) + audio
                     for output in result.outputs:
                         if output.finish_reason == "abort":
                             raise OverloadedError("the request was aborted before its end; send the audio again")

@@ -144,7 +144,8 @@ class SpeechAnswer:
         return {"usage": self._usage()} if wants else {}
 
     def _usage(self) -> Usage:
-        prompt = sum(one.num_prompt_tokens for one in self._clips)
+        heard = [one for one in self._clips if one.num_prompt_tokens]
+        prompt = sum(one.num_prompt_tokens + self._model.audio_tokens(one.clip.seconds) for one in heard)
         answer = sum(len(one.token_ids) for one in self._clips)
         return Usage(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer)
 
