@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import socket
 import struct
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from websockets.sync.client import ClientConnection, connect
 from quire.base import env
 from quire.config import SpeechToTextConfig
 from quire.media.audio import Audio, resample
+from quire.media.speech.clips import cut_into_clips
 from quire.schema.errors import ShutdownError
 from quire.server.openai import realtime
 from quire.server.openai.realtime_audio import next_clip
@@ -136,8 +138,9 @@ def test_the_documented_conversation(client: Client, tiny: TinyWhisper) -> None:
         deltas = "".join(one["delta"] for one in events[:-1])
         assert deltas == events[-1]["text"] == heard(tiny, samples) != ""
         usage = events[-1]["usage"]
-        num_clips = 1 if samples is SHORT else 3
-        assert usage["prompt_tokens"] == pytest.approx(4 * num_clips + 100 * len(samples) / RATE, abs=num_clips)
+        clips = cut_into_clips(samples, SpeechToTextConfig(max_audio_clip_s=SECONDS))
+        frames = [math.ceil(round(100 * clip.seconds, 6)) for clip in clips]  # of what the encoder read
+        assert usage["prompt_tokens"] == 4 * len(clips) + sum(frames)
         assert usage["completion_tokens"] >= len(events) - 1
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 import shutil
 import socket
@@ -169,7 +170,9 @@ def test_streams(client: openai.OpenAI, tiny: TinyWhisper, server: Live) -> None
     (done,) = [one for one in pieces if one.type == "transcript.text.done"]
     assert done.text == expected(tiny, LONG) and done.choices[0]["finish_reason"] == "length"
     assert len(deltas) > 3 and pieces[-1].choices == []
-    assert pieces[-1].usage["prompt_tokens"] == 3 * 4 + 520  # three prompts, and a hundred frames a second
+    clips = cut_into_clips(read_back(LONG), SpeechToTextConfig(max_audio_clip_s=SECONDS))
+    frames = [math.ceil(round(100 * clip.seconds, 6)) for clip in clips]  # of what the encoder read
+    assert pieces[-1].usage["prompt_tokens"] == 4 * len(clips) + sum(frames)
     chunks = events(post(server, {"model": "w", "language": "de", "stream": "true", **MOST}, SHORT,
                          "/v1/audio/translations").text)  # fmt: skip
     assert {one["object"] for one in chunks} == {"translation.chunk"} and chunks[0]["id"].startswith("trsl-")

@@ -39,12 +39,12 @@ from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.realtime_audio import LEAST_SECONDS, Utterance, Utterances, next_clip, read_pcm
 from quire.server.openai.realtime_wire import (
     ClientEvent,
-    Counts,
+    ItemCounts,
     OpenAIWire,
+    RealtimeWire,
+    SessionUpdate,
     Shown,
     VllmWire,
-    Wanted,
-    Wire,
     read_event,
     read_update,
 )
@@ -63,8 +63,8 @@ _CLOSE_POLICY, _CLOSE_IDLE, _CLOSE_FAULT = 1008, 1001, 1011
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """How what is said next will be heard."""
+class _ListeningSettings:
+    """How what is transcription next will be heard."""
 
     served: ServedModel
     model: SpeechModel
@@ -123,7 +123,7 @@ class Sessions:
             return
         session_id = f"sess-{call.request_id(None)}"
         speaks_openai = bool(query.keys() & {"model", "intent"})
-        wire: Wire = OpenAIWire(session_id) if speaks_openai else VllmWire()
+        wire: RealtimeWire = OpenAIWire(session_id) if speaks_openai else VllmWire()
         self.count += 1
         try:
             await send({"type": "websocket.accept"})
@@ -135,7 +135,7 @@ class Sessions:
             self.count -= 1
             call.close()
 
-    async def _admitted(self, call: HttpCall, name: str | None) -> _Settings:
+    async def _admitted(self, call: HttpCall, name: str | None) -> _ListeningSettings:
         """Refusals before the connection becomes a WebSocket."""
         _check_origin(call)
         if self.count >= (most := env.MAX_REALTIME_SESSIONS.get()):
@@ -144,10 +144,10 @@ class Sessions:
             )
         return await self.settings(name)
 
-    async def settings(self, name: str | None) -> _Settings:
+    async def settings(self, name: str | None) -> _ListeningSettings:
         state = self._state
         served = state.served.get(name) or await state.adapters.find(name)
-        return _Settings(served, await self._desk.model(served), VllmWire.rate)
+        return _ListeningSettings(served, await self._desk.model(served), VllmWire.rate)
 
     @property
     def desk(self) -> SpeechDesk:
@@ -175,7 +175,9 @@ class _ForbiddenError(QuireError):
 class Session:
     """One connection."""
 
-    def __init__(self, sessions: Sessions, call: HttpCall, wire: Wire, settings: _Settings, session_id: str) -> None:
+    def __init__(
+        self, sessions: Sessions, call: HttpCall, wire: RealtimeWire, settings: _ListeningSettings, session_id: str
+    ) -> None:
         self._sessions, self._call, self._wire, self._settings, self._id = sessions, call, wire, settings, session_id
         self._utterances = Utterances()
         self._changed = asyncio.Event()  # something for the writer
@@ -256,17 +258,17 @@ class Session:
                 )
 
     async def _update(self, event: ClientEvent) -> None:
-        wanted, settings = read_update(event), self._settings
+        update, settings = read_update(event), self._settings
         if event.session is not None and not isinstance(self._wire, OpenAIWire):
             self._wire = OpenAIWire(self._id)
             settings = replace(settings, rate=self._wire.rate)
-        if wanted.model is not None:
-            named = await self._sessions.settings(wanted.model)
+        if update.model is not None:
+            named = await self._sessions.settings(update.model)
             settings = replace(settings, served=named.served, model=named.model)
-        self._change(_updated(settings, wanted))
+        self._change(_updated(settings, update))
         await self._send(self._wire.updated(self._shown()))
 
-    def _change(self, settings: _Settings) -> None:
+    def _change(self, settings: _ListeningSettings) -> None:
         settings.model.check(settings.task)
         waiting = self._utterances.open
         if waiting is not None and waiting.num_samples and waiting.rate != settings.rate:
@@ -348,7 +350,7 @@ class Session:
                 self._room.set()
 
     async def _transcribe(self, utterance: Utterance) -> None:
-        settings: _Settings = utterance.settings
+        settings: _ListeningSettings = utterance.settings
         state, model = self._sessions.state, settings.model
         call = HttpCall(state, self._call.scope, self._call.receive, self._call.send)
         call.model = settings.served
@@ -419,7 +421,7 @@ class _Hearing:
         self._speech, self._task, self._item = speech, task, item
         self._public_id = f"trsc-{item}"
         self._num_clips = 0
-        self.text, self.counts = JoinedText(""), Counts()
+        self.text, self.counts = JoinedText(""), ItemCounts()
 
     async def hear(self, clip: Clip, say: Callable[[str, str], Awaitable[None]]) -> None:
         speech, number = self._speech, self._num_clips
@@ -459,13 +461,13 @@ def _code(error: QuireError) -> str:
     return "model_not_found" if error.status == 404 else "invalid_event" if error.status < 500 else "server_error"
 
 
-def _updated(settings: _Settings, wanted: Wanted) -> _Settings:
-    language = settings.language if wanted.language is None else wanted.language.strip().lower() or None
+def _updated(settings: _ListeningSettings, update: SessionUpdate) -> _ListeningSettings:
+    language = settings.language if update.language is None else update.language.strip().lower() or None
     return replace(
         settings,
         language=language,
-        prompt=settings.prompt if wanted.prompt is None else wanted.prompt,
-        rate=settings.rate if wanted.rate is None else wanted.rate,
+        prompt=settings.prompt if update.prompt is None else update.prompt,
+        rate=settings.rate if update.rate is None else update.rate,
     )
 
 

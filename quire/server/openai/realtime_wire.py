@@ -75,7 +75,7 @@ def read_event(text: str | bytes) -> ClientEvent:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SessionUpdate:
     """What a session.update asks for. None: as before."""
 
     model: str | None = None
@@ -84,10 +84,10 @@ class Wanted:
     rate: int | None = None
 
 
-def read_update(event: ClientEvent) -> Wanted:
+def read_update(event: ClientEvent) -> SessionUpdate:
     session = event.session
     if session is None:
-        return Wanted(model=event.model)
+        return SessionUpdate(model=event.model)
     if session.type != "transcription":
         raise NotBuiltError(
             f"session.type is {session.type!r:.60}; sessions of this version of Quire transcribe: it must be "
@@ -98,7 +98,7 @@ def read_update(event: ClientEvent) -> Wanted:
         raise NotBuiltError("session.include is not in this version of Quire", param="session.include")
     heard = session.audio.input if session.audio is not None else None
     if heard is None:
-        return Wanted()
+        return SessionUpdate()
     for name in ("turn_detection", "noise_reduction"):
         value = getattr(heard, name)
         if value is not UNSET and bytes(value) != b"null":
@@ -106,8 +106,10 @@ def read_update(event: ClientEvent) -> Wanted:
                 f"session.audio.input.{name} is not in this version of Quire: it must be null",
                 param=f"session.audio.input.{name}",
             )
-    said = heard.transcription or TranscriptionSettings()
-    return Wanted(said.model, said.language, said.prompt, _rate(heard.format) if heard.format else None)
+    transcription = heard.transcription or TranscriptionSettings()
+    return SessionUpdate(
+        transcription.model, transcription.language, transcription.prompt, _rate(heard.format) if heard.format else None
+    )
 
 
 def _rate(form: AudioFormat) -> int:
@@ -140,7 +142,7 @@ class Shown:
 
 
 @dataclass
-class Counts:
+class ItemCounts:
     """Of one item."""
 
     num_prompt_tokens: int = 0
@@ -148,7 +150,7 @@ class Counts:
     seconds: float = 0.0
 
 
-class Wire(Protocol):
+class RealtimeWire(Protocol):
     """One form of events. Each method makes the frames that say so."""
 
     rate: int  # of audio, unless the client says otherwise
@@ -158,7 +160,7 @@ class Wire(Protocol):
     def committed(self, item: str, previous: str | None) -> list[str]: ...
     def cleared(self) -> list[str]: ...
     def delta(self, item: str, text: str) -> list[str]: ...
-    def done(self, item: str, text: str, counts: Counts) -> list[str]: ...
+    def done(self, item: str, text: str, counts: ItemCounts) -> list[str]: ...
     def failed(self, item: str, why: Refusal) -> list[str]: ...
     def error(self, why: Refusal, code: str, event_id: str | None = None) -> list[str]: ...
 
@@ -181,7 +183,7 @@ class VllmWire:
     def delta(self, item: str, text: str) -> list[str]:
         return [_frame("transcription.delta", delta=text)]
 
-    def done(self, item: str, text: str, counts: Counts) -> list[str]:
+    def done(self, item: str, text: str, counts: ItemCounts) -> list[str]:
         prompt, answer = counts.num_prompt_tokens, counts.num_tokens
         usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
         return [_frame("transcription.done", text=text, usage=usage)]
@@ -223,7 +225,7 @@ class OpenAIWire:
     def delta(self, item: str, text: str) -> list[str]:
         return [self._frame(f"{self._SAID}.delta", item_id=item, content_index=0, delta=text)]
 
-    def done(self, item: str, text: str, counts: Counts) -> list[str]:
+    def done(self, item: str, text: str, counts: ItemCounts) -> list[str]:
         usage = {"type": "duration", "seconds": round(counts.seconds, 3)}
         return [self._frame(f"{self._SAID}.completed", item_id=item, content_index=0, transcript=text, usage=usage)]
 

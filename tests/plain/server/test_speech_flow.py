@@ -154,7 +154,7 @@ def test_later_clips_wait_for_earlier_ones() -> None:
     done, usage = events(told.end())
     assert third["delta"] == "ree" and done["text"] == "one two three" and done["type"] == "transcript.text.done"
     assert done["choices"] == [{"delta": {"content": ""}, "finish_reason": "stop", "stop_reason": None}]
-    assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 9 + 14
+    assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 9 + 3 * 2950 + 14
 
 
 def test_a_translation_has_its_own_chunks() -> None:
