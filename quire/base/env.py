@@ -349,6 +349,15 @@ MAX_AUDIO_SECONDS = Variable("MAX_AUDIO_SECONDS", 3600, _above_zero, "Most secon
 MAX_AUDIO_CLIP_FILESIZE_MB = Variable(
     "MAX_AUDIO_CLIP_FILESIZE_MB", 25, _above_zero, "Most MiB of an audio file that is sent to be transcribed."
 )
+MAX_REALTIME_SESSIONS = Variable(
+    "MAX_REALTIME_SESSIONS", 32, _above_zero, "Most sessions of /v1/realtime that one API process has open."
+)
+MAX_REALTIME_SECONDS = Variable(
+    "MAX_REALTIME_SECONDS", 300, _above_zero, "Most seconds of audio that wait in one session of /v1/realtime."
+)
+REALTIME_IDLE_SECONDS = Variable(
+    "REALTIME_IDLE_SECONDS", 300, _above_zero, "Seconds without an event after which a session of /v1/realtime ends."
+)
 MAX_VIDEO_FRAMES = Variable(
     "MAX_VIDEO_FRAMES", 36000, _above_zero, "Most frames that a video may have; fewer of them are used."
 )

@@ -24,7 +24,7 @@ from quire.schema.adapters import LoRARequest
 from quire.schema.errors import InputError, NotBuiltError, some
 from quire.schema.media import MediaItem
 from quire.schema.messages import EngineReady, EngineRequest
-from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams, sampling_of
+from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams, SpeechRules, sampling_of
 from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ class InputProcessor:
         self._siblings: tuple[ResolvedParams, ResolvedParams] | None = None  # params seen last, and their siblings'
         self._processors = _processors(config.model_config.logits_processors)
         self.use_tokenizer(tokenizer)
+        if self._is_encoder_decoder and self.takes_media:
+            _ = self.media  # every request needs it: files that do not fit the model are named now
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """For prompts from now on."""
@@ -383,6 +385,8 @@ class InputProcessor:
         stop_ids = self._stop_ids(params)
         if params.allowed_token_ids is not None:
             self._check_allowed(params, params.allowed_token_ids, bad_words, stop_ids)
+        if params.speech_rules is not None:
+            self._check_rules(params.speech_rules)
         if self._processors:
             from quire.sampling.processors import check_params  # lazy
 
@@ -587,6 +591,11 @@ class InputProcessor:
         if count > limit:
             shown = f"-1 (all {count})" if value == -1 else str(count)
             raise InputError(f"{name} is {shown}, which is more than max_logprobs ({limit})", param=name, value=value)
+
+    def _check_rules(self, rules: SpeechRules) -> None:
+        self._check_ids("speech_rules", rules.never_first, param="speech_rules")
+        if (times := rules.times) is not None:
+            self._check_ids("speech_rules", (times.first_id, times.end_id, times.plain_id), param="speech_rules")
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """As a word is written at the start of a text and after a space; without words, the ids as passed."""

@@ -18,6 +18,7 @@ from quire.llm.beam_form import Allowed, BeamForm
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.outputs import LogprobsOnePosition, RequestOutput
 from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
     from quire.engine.inputs import PreparedRequest
@@ -58,6 +59,7 @@ class BeamSearchInstance:
     completed: list[BeamSearchSequence] = field(default_factory=list)
     rounds: int = 0
     form: BeamForm | None = None  # what constrains every beam
+    encoder_ids: tuple[int, ...] | None = None  # what the encoder of an encoder-decoder reads
     num_shown: int = 0  # of the likeliest tokens at each position, so many are to be seen in the result
     _allowed: list[Allowed] = field(default_factory=list)  # after each live beam, where there is a form
 
@@ -76,10 +78,16 @@ class BeamSearchInstance:
     ) -> BeamSearchInstance:
         """The search of a prompt that was checked as any request's."""
         request = prepared.requests[0]
-        if request.media:
+        if request.media and prepared.encoder_ids is None:
             raise NotBuiltError("beam search with media, or embeddings as a prompt, is not in this version of Quire")
         ends = frozenset(i for i in (request.eos_token_id, *request.sampling.stop_token_ids) if i is not None)
-        return cls(list(prepared.token_ids), params, request.max_tokens, ends, request.cache_salt, form=form)
+        return cls(list(prepared.token_ids), params, request.max_tokens, ends, request.cache_salt, form=form,
+                   encoder_ids=prepared.encoder_ids)  # fmt: skip
+
+    def prompt(self, tokens: list[int]) -> Prompt:
+        """Of a request that tells what may follow these. What an encoder reads is the same for all: encoded once."""
+        encoder = None if self.encoder_ids is None else Prompt(token_ids=self.encoder_ids)
+        return Prompt(token_ids=tuple(tokens), cache_salt=self.cache_salt, encoder=encoder)
 
     @property
     def num_logprobs(self) -> int:

@@ -73,9 +73,8 @@ class BeamCalls:
         while live:
             requests = []
             for search, options in live:
-                salt = {} if search.cache_salt is None else {"cache_salt": search.cache_salt}
                 for tokens, params in search.questions(self._vocab_size):
-                    requests.append(self._prepare({"prompt_token_ids": tokens} | salt, params, options))
+                    requests.append(self._prepare(search.prompt(tokens), params, options))
             results = iter(self._run(requests, False))
             for search, _ in live:
                 search.advance([followed(next(results)) for _ in list(search.beams)])

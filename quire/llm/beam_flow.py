@@ -18,7 +18,6 @@ from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam import BeamSearchInstance, BeamSearchSequence, check_ranks, followed
 from quire.schema.outputs import CompletionOutput, Logprob, LogprobsOnePosition, RequestOutput
 from quire.schema.params import BeamSearchParams, SamplingParams
-from quire.schema.prompt import Prompt
 from quire.text.detokenize import Detokenizer
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class BeamFlow:
             first = self._rounds * self._params.beam_width
             search.names = [f"{search.prepared.request_id}-{first + number}" for number in range(len(questions))]
             for name, (tokens, params) in zip(search.names, questions, strict=True):
-                prompt = Prompt(token_ids=tuple(tokens), cache_salt=search.beams.cache_salt)
+                prompt = search.beams.prompt(tokens)
                 requests.append(await self._engine.prepare(name, prompt, params, self._options))
         self._check()
         results: dict[str, RequestOutput] = {}

@@ -6,7 +6,6 @@ from the bytes that are there, and every length is checked before memory is spen
 
 from __future__ import annotations
 
-import io
 import math
 import struct
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.base import env
-from quire.media.containers import open_container
+from quire.media.containers import as_file, open_container
 from quire.schema.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class Audio(NamedTuple):
     rate: int
 
 
-def decode_audio(data: bytes) -> Audio:
+def decode_audio(data: bytes | memoryview) -> Audio:
     """Channels are averaged."""
     import numpy as np  # lazy
 
@@ -50,7 +49,7 @@ def decode_audio(data: bytes) -> Audio:
     return audio
 
 
-def _decode(data: bytes) -> Audio:
+def _decode(data: bytes | memoryview) -> Audio:
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE" and (audio := _read_wav(data)) is not None:
         return audio
     try:
@@ -113,7 +112,7 @@ def _check_length(num_samples: int, rate: int) -> None:
 # ---- wav ------------------------------------------------------------------------------------------------------------
 
 
-def _read_wav(data: bytes) -> Audio | None:
+def _read_wav(data: bytes | memoryview) -> Audio | None:
     """None: a coding that is not plain numbers."""
     form: tuple[int, int, int, int] | None = None
     place, num_chunks = 12, 0
@@ -124,7 +123,7 @@ def _read_wav(data: bytes) -> Audio | None:
         name, size = data[place : place + 4], struct.unpack_from("<I", data, place + 4)[0]
         place += 8
         if name == b"fmt ":
-            form = _read_form(data[place : place + min(size, 64)])
+            form = _read_form(bytes(data[place : place + min(size, 64)]))
         elif name == b"data":
             if form is None:
                 raise InputError("the WAV file has samples before their format", param="audio")
@@ -167,7 +166,8 @@ def _samples(data: memoryview, kind: int, channels: int, rate: int, bits: int) -
         whole = (parts[:, 0] << 8 | parts[:, 1] << 16 | parts[:, 2] << 24) >> 8
         values = whole.astype(np.float32) / (1 << 23)
     else:
-        values = (np.frombuffer(raw, f"<i{bits // 8}") / (1 << (bits - 1))).astype(np.float32)
+        values = np.frombuffer(raw, f"<i{bits // 8}").astype(np.float32)
+        values /= 1 << (bits - 1)
     return Audio(_mono(values, channels), rate)
 
 
@@ -182,10 +182,10 @@ def _mono(values: Any, channels: int) -> Samples:
 # ---- other formats --------------------------------------------------------------------------------------------------
 
 
-def _read_by_soundfile(soundfile: Any, data: bytes) -> Audio:
+def _read_by_soundfile(soundfile: Any, data: bytes | memoryview) -> Audio:
     import numpy as np  # lazy
 
-    with soundfile.SoundFile(io.BytesIO(data)) as file:
+    with soundfile.SoundFile(as_file(data)) as file:
         rate, channels = int(file.samplerate), int(file.channels)
         _check_rate(rate)
         if channels > _MOST_CHANNELS:
@@ -200,7 +200,7 @@ def _read_by_soundfile(soundfile: Any, data: bytes) -> Audio:
     return Audio(np.concatenate(blocks), rate)
 
 
-def _read_by_av(data: bytes) -> Audio:
+def _read_by_av(data: bytes | memoryview) -> Audio:
     import numpy as np  # lazy
 
     try:

@@ -82,6 +82,42 @@ def ban_words_(
     ban_where_(logits, rows, last, match)  # words of a row may share their last token
 
 
+def keep_times_(
+    logits: Tensor,
+    tokens: Tensor,  # [n, L] int: prompt, then outputs; entries past `lengths` are ignored
+    prompt_lengths: Tensor,  # [n]
+    lengths: Tensor,  # [n], at least 1
+    *,
+    first: int,  # ids from here on are times
+    end: int,  # ids below are text
+    plain: int,  # never written
+    latest: int | None,  # that the first output may be, counted from `first`
+) -> None:
+    """Outputs begin with a time. Times come in pairs, but for one before the end, and none is before another. Where
+    all times together are likelier than any other id, a time is next."""
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    is_output = (place >= prompt_lengths.unsqueeze(1)) & (place < lengths.unsqueeze(1))
+    is_time = is_output & (tokens >= first)
+    count = lengths - prompt_lengths
+    newest = is_time.gather(1, (lengths - 1).clamp_(min=0).unsqueeze(1)).squeeze(1)
+    before = is_time.gather(1, (lengths - 2).clamp_(min=0).unsqueeze(1)).squeeze(1) | (count < 2)
+    where = torch.where(is_time, place, -1).amax(1)
+    last_time = tokens.gather(1, where.clamp(min=0).unsqueeze(1)).squeeze(1).to(lengths.dtype)
+    opens = newest & ~before  # the first of a pair is written
+    lowest = torch.where(where < 0, first, last_time + (~opens).to(lengths.dtype))
+    begins = count == 0
+    times, others = logits[:, first:], logits[:, :first]
+    ids = torch.arange(first, logits.shape[1], device=logits.device)
+    banned = (ids < lowest.unsqueeze(1)) | (newest & before).unsqueeze(1)
+    if latest is not None:
+        banned |= begins.unsqueeze(1) & (ids > first + latest)
+    times.masked_fill_(banned, NEG_INF)
+    logits[:, plain] = NEG_INF
+    logits[:, :end].masked_fill_(opens.unsqueeze(1), NEG_INF)
+    is_next = begins | (times.float().logsumexp(1) > others.amax(1))
+    others.masked_fill_(is_next.unsqueeze(1), NEG_INF)
+
+
 # --- penalties
 
 

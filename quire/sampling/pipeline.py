@@ -4,6 +4,7 @@
       grammar mask · allowed_token_ids · bad_words             what may be said at all
       min_tokens · logit_bias · custom processors (not argmax-invariant)
       repetition, frequency, presence penalties
+      times between words (speech models)
     ── greedy requests leave here with the best token ──       their processed values are taken here
       temperature
       min_p · custom processors (argmax-invariant)
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from quire.ops import sample
 from quire.sampling.custom import CustomSteps
-from quire.sampling.rows import Filter, Selection
+from quire.sampling.rows import Filter, Selection, TimedRows
 
 
 class StepRows(NamedTuple):
@@ -59,6 +60,8 @@ class Pipeline:
             logits = self.custom.apply(logits, rows.rows, step.num_rows, invariant=False)
         if rows.penalties is not None:
             self._penalize(logits, rows, step)
+        for timed in rows.times:
+            self._write_times(logits, timed, rows, step)
         return logits
 
     def narrow(self, logits: Tensor, rows: Selection, step: StepRows) -> Tensor:
@@ -86,6 +89,21 @@ class Pipeline:
         # before the row's first token nothing can match: such a place counts as prompt
         tails = self._tokens[rows.row_index[words.rows].unsqueeze(1), places.clamp_(min=0)]
         sample.ban_words_(logits, words.rows, tails, ends - words.prompt_lengths, words.prefixes, words.last)
+
+    def _write_times(self, logits: Tensor, timed: TimedRows, rows: Selection, step: StepRows) -> None:
+        rules = timed.rules
+        part = logits[timed.rows]
+        sample.keep_times_(
+            part,
+            self._tokens[rows.row_index[timed.rows], : int(step.positions.max())],
+            timed.prompt_lengths,
+            step.places[timed.rows],
+            first=rules.first_id,
+            end=rules.end_id,
+            plain=rules.plain_id,
+            latest=rules.latest,
+        )
+        logits[timed.rows] = part
 
     def _penalize(self, logits: Tensor, rows: Selection, step: StepRows) -> None:
         penalties = rows.penalties

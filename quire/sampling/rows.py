@@ -17,11 +17,13 @@ from torch import Tensor
 
 from quire.ops.copy import Upload, uploader
 from quire.sampling.logprobs import LogprobRequest
-from quire.schema.params import ResolvedParams, sampling_of
+from quire.schema.params import ResolvedParams, TimeRules, sampling_of
 from quire.schema.step import NewRow
 
-RANDOM, MIN_P, TOP_K, TOP_P, ALLOWED, WORDS, MIN_TOKENS, BIAS, PENALTY, LOGPROBS, GRAMMAR = (1 << i for i in range(11))
-ADJUSTING = ALLOWED | WORDS | MIN_TOKENS | BIAS | PENALTY  # may change which token is best
+RANDOM, MIN_P, TOP_K, TOP_P, ALLOWED, WORDS, MIN_TOKENS, BIAS, PENALTY, LOGPROBS, GRAMMAR, TIMES = (
+    1 << i for i in range(12)
+)
+ADJUSTING = ALLOWED | WORDS | MIN_TOKENS | BIAS | PENALTY | TIMES  # may change which token is best
 
 
 @dataclass
@@ -30,10 +32,11 @@ class RowLists:
 
     allowed: np.ndarray | None = None
     words: tuple[tuple[int, ...], ...] = ()
-    held_back: np.ndarray | None = None  # ids that min_tokens bans
+    held_back: list[tuple[np.ndarray, int]] = field(default_factory=list)  # ids, and before how many outputs
     bias: tuple[np.ndarray, np.ndarray] | None = None
     num_logprobs: int = 0
     logprob_ids: tuple[int, ...] = ()
+    times: TimeRules | None = None
 
 
 Owners = list[tuple[int, RowLists]]  # place, that row's lists
@@ -62,6 +65,14 @@ class BannedWords(NamedTuple):
     prefixes: Tensor  # [W, L] right-aligned, -1 in front
     last: Tensor  # [W]
     prompt_lengths: Tensor  # [W]
+
+
+class TimedRows(NamedTuple):
+    """Rows that write times, all by the same rules."""
+
+    rules: TimeRules
+    rows: Tensor  # [T]
+    prompt_lengths: Tensor  # [T]
 
 
 class Penalties(NamedTuple):
@@ -102,6 +113,7 @@ class Selection:
     last_min_position: int = 0  # no min_tokens pair is active from this position on
     bias: Pairs | None = None
     penalties: Penalties | None = None
+    times: list[TimedRows] = field(default_factory=list)
     asks: list[LogprobRequest] = field(default_factory=list)
 
 
@@ -177,8 +189,15 @@ class SamplingRows:
             lists.words = params.bad_words_token_ids
             flags |= WORDS
         if params.min_tokens and (stops := [i for i in new.stop_token_ids if 0 <= i < self.vocab_size]):
-            lists.held_back = np.array(sorted(set(stops)), np.int64)
+            lists.held_back.append((np.array(sorted(set(stops)), np.int64), params.min_tokens))
             flags |= MIN_TOKENS
+        if (rules := params.speech_rules) is not None:
+            if rules.never_first:
+                lists.held_back.append((np.array(sorted(set(rules.never_first)), np.int64), 1))
+                flags |= MIN_TOKENS
+            if rules.times is not None:
+                lists.times = rules.times
+                flags |= TIMES
         if params.logit_bias:
             lists.bias = (
                 np.array(list(params.logit_bias), np.int64),
@@ -214,12 +233,13 @@ def gather(store: SamplingRows, rows: np.ndarray) -> Selection:
         _gather_random(store, chosen, flags)
     if used & PENALTY:
         _gather_penalties(store, chosen, flags)
-    if used & (ALLOWED | WORDS | MIN_TOKENS | BIAS | LOGPROBS):
+    if used & (ALLOWED | WORDS | MIN_TOKENS | BIAS | LOGPROBS | TIMES):
         owners = [(place, lists) for place, row in enumerate(rows) if (lists := store.lists[row]) is not None]
         _gather_allowed(store, chosen, owners)
         _gather_words(store, chosen, owners)
         _gather_pairs(store, chosen, owners)
         _gather_asks(store, chosen, owners)
+        _gather_times(store, chosen, owners)
     return chosen
 
 
@@ -281,10 +301,9 @@ def _gather_pairs(store: SamplingRows, chosen: Selection, owners: Owners) -> Non
     biased = [(place, *lists.bias) for place, lists in owners if lists.bias is not None]
     pairs = []
     for place, lists in owners:
-        if lists.held_back is not None:
-            row = chosen.rows[place]
-            until = int(store.num_prompt[row] + store.min_tokens[row])
-            pairs.append((place, lists.held_back, np.full(lists.held_back.size, until)))
+        for ids, num_outputs in lists.held_back:
+            until = int(store.num_prompt[chosen.rows[place]]) + num_outputs
+            pairs.append((place, ids, np.full(ids.size, until)))
             chosen.last_min_position = max(chosen.last_min_position, until)
     chosen.bias = _pairs(biased, store.upload)
     chosen.min_tokens = _pairs(pairs, store.upload)
@@ -296,6 +315,16 @@ def _pairs(own: list[tuple[int, np.ndarray, np.ndarray]], upload: Upload) -> Pai
     places = np.concatenate([np.full(ids.size, place) for place, ids, _ in own])
     ids, values = (np.concatenate([entry[i] for entry in own]) for i in (1, 2))
     return Pairs(*(upload(column) for column in (places, ids, values)))
+
+
+def _gather_times(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
+    groups: dict[TimeRules, list[int]] = {}
+    for place, lists in owners:
+        if lists.times is not None:
+            groups.setdefault(lists.times, []).append(place)
+    for rules, own in groups.items():
+        places = np.array(own)
+        chosen.times.append(TimedRows(rules, store.upload(places), store.upload(store.num_prompt[chosen.rows[places]])))
 
 
 def _gather_asks(store: SamplingRows, chosen: Selection, owners: Owners) -> None:

@@ -86,6 +86,30 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True):
             _check_int(f"repetition_detection.{name}", getattr(self, name), 0)
 
 
+class TimeRules(msgspec.Struct, kw_only=True, frozen=True):
+    """How times may stand between words, in a vocabulary whose last ids are times (Whisper's): the first token is one;
+    they come in pairs, but for the last before the end; none is before another; and where times together are likelier
+    than any text, a time is next."""
+
+    first_id: int  # of a time; all above are times
+    end_id: int  # ids below are text
+    plain_id: int  # says that no times follow: never written
+    latest: int | None = None  # that the first may be, counted from first_id
+
+    def __post_init__(self) -> None:
+        for name in ("first_id", "end_id", "plain_id"):
+            _check_int(f"speech_rules.{name}", getattr(self, name), 0)
+        if self.latest is not None:
+            _check_int("speech_rules.latest", self.latest, 0)
+
+
+class SpeechRules(msgspec.Struct, kw_only=True, frozen=True):
+    """What a speech model may write, beside its banned words."""
+
+    never_first: tuple[int, ...] = ()  # token ids that no text begins with
+    times: TimeRules | None = None
+
+
 class ResolvedParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
     """How one request is sampled and reported: SamplingParams after every check, with what the model decides filled in.
 
@@ -125,6 +149,7 @@ class ResolvedParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_detection: RepetitionDetectionParams | None = None
     skip_reading_prefix_cache: bool | None = None
     extra_args: Mapping[str, Any] | None = None
+    speech_rules: SpeechRules | None = None
 
     @property
     def greedy(self) -> bool:
@@ -169,6 +194,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     extra_args: dict[str, Any] | None = None
     skip_clone: bool = False
     logits_processors: Any = None  # refused: the engine has them, and not a request
+    speech_rules: SpeechRules | None = None  # Quire's own: of a speech model
 
     def __post_init__(self) -> None:
         if self.logits_processors:
@@ -314,6 +340,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             raise InputError(
                 f"structured_outputs must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
                 param="structured_outputs",
+            )
+        if not isinstance(self.speech_rules, SpeechRules | None):
+            raise InputError(
+                f"speech_rules must be SpeechRules, got {type(self.speech_rules).__name__}", param="speech_rules"
             )
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise InputError(f"extra_args must be a dict, got {type(self.extra_args).__name__}", param="extra_args")

@@ -80,7 +80,10 @@ def _add_speech(app: App, state: ServerState) -> dict[str, middleware.BodyLimit]
     if not hears_speech(state.config.model_config.hf_config):
         missing.refuse_speech(app)
         return {}
-    from quire.server.openai import speech  # lazy
+    from quire.server.openai import realtime, speech  # lazy
+    from quire.server.openai.speech_desk import SpeechDesk  # lazy
 
-    speech.add_routes(app, state)
+    desk = SpeechDesk()
+    speech.add_routes(app, desk)
+    realtime.add_routes(app, state, desk)
     return speech.upload_limits()

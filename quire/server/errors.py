@@ -91,13 +91,17 @@ class Refusal(NamedTuple):
     def response(self) -> Response:
         return Response(self.body, self.status, dict(self.headers), media_type="application/json")
 
-    async def send(self, send: Send) -> None:
+    async def refuse_socket(self, send: Send) -> None:
+        """Instead of making the connection a WebSocket."""
+        await self.send(send, kind="websocket.http")
+
+    async def send(self, send: Send, kind: str = "http") -> None:
         """For code that has no response class: plain ASGI."""
         body = self.body
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": f"{kind}.response.start", "status": self.status, "headers": headers})
+        await send({"type": f"{kind}.response.body", "body": body})
 
 
 def refusal(status: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None) -> Refusal:

@@ -29,7 +29,7 @@ from quire.server.stream import drained, send_events
 
 PATH = "/inference/v1/generate"
 # Parameters that say how results are handed over: the server's own business.
-_OURS = ("output_kind", "skip_clone", "flat_logprobs", "bad_words_token_ids", "logits_processors")
+_OURS = ("output_kind", "skip_clone", "flat_logprobs", "bad_words_token_ids", "logits_processors", "speech_rules")
 NAMES = tuple(name for name in SamplingParams.__struct_fields__ if name not in _OURS)
 _OTHER_NAMES = {"extra_args": "vllm_xargs"}  # of a parameter, where a request calls it otherwise
 

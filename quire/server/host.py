@@ -14,13 +14,12 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 import uvicorn
 import uvloop
-from fastapi import FastAPI
 
 from quire.base import env
 from quire.base.log import logger
@@ -38,6 +37,7 @@ from quire.server.app import build_app
 from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.limits import limited_protocol
 from quire.server.middleware import QuietPaths
+from quire.server.route import App
 from quire.server.starting import open_engine
 from quire.server.state import ServerState
 
@@ -112,7 +112,7 @@ def run(
 
 
 class Host:
-    def __init__(self, state: ServerState, app: FastAPI, say: Callable[[], None], number: int) -> None:
+    def __init__(self, state: ServerState, app: App, say: Callable[[], None], number: int) -> None:
         self.state = state
         self.status = 0
         self._number = number
@@ -204,13 +204,22 @@ class _ApiServer(uvicorn.Server):
         self._say()
 
 
-def _uvicorn_config(state: ServerState, app: FastAPI, patience: float) -> uvicorn.Config:
+def socket_settings(paths: Collection[str]) -> dict[str, Any]:
+    """Of uvicorn, where these paths take WebSockets."""
+    if not paths:
+        return {"ws": "none"}
+    from quire.server.websocket import SETTINGS, LimitedSocket  # lazy
+
+    return {"ws": LimitedSocket, **SETTINGS}
+
+
+def _uvicorn_config(state: ServerState, app: App, patience: float) -> uvicorn.Config:
     options = state.options
     _set_up_logs(options)
     return uvicorn.Config(
         app,
-        http=limited_protocol(options),
-        ws="none",
+        http=limited_protocol(options, app.sockets),
+        **socket_settings(app.sockets),
         log_config=None,
         log_level=options.uvicorn_log_level,
         access_log=not options.disable_uvicorn_access_log,

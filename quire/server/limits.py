@@ -13,6 +13,7 @@ import http
 import logging
 import resource
 from asyncio import TimerHandle, Transport
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -43,6 +44,7 @@ class LimitedProtocol(HttpToolsProtocol):
     max_headers = 256
     max_connections = MOST_CONNECTIONS
     body_seconds = 60.0
+    socket_paths: frozenset[bytes] = frozenset()  # whose connections may become WebSockets
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -144,6 +146,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._answer(431, "BadRequestError", f"the request has {self._why}")
         self.transport.close()
 
+    def _should_upgrade_to_ws(self) -> bool:
+        return super()._should_upgrade_to_ws() and self.url.partition(b"?")[0] in self.socket_paths
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered as any other."""
+        log.debug("A connection asked to become another protocol, which this path has not")
+
     def _answer(self, status: int, kind: str, message: str, headers: bytes = b"") -> None:
         """Past the app, where there is no request that it could answer."""
         body = Refusal(status, message, kind).body
@@ -240,12 +249,15 @@ class LimitedProtocol(HttpToolsProtocol):
             self._lingering = None
 
 
-def limited_protocol(options: ServerConfig) -> type[LimitedProtocol]:
+def limited_protocol(options: ServerConfig, socket_paths: Iterable[str] = ()) -> type[LimitedProtocol]:
+    """`socket_paths`: as routes are declared."""
+    root = (options.root_path or "").rstrip("/")
     limits: dict[str, Any] = {
         "max_bytes": options.h11_max_incomplete_event_size,
         "max_headers": options.h11_max_header_count,
         "max_connections": room_for_connections(options.max_connections),
         "body_seconds": options.body_timeout,
+        "socket_paths": frozenset(prefix.encode() + path.encode() for path in socket_paths for prefix in ("", root)),
     }
     return type("LimitedProtocol", (LimitedProtocol,), limits)
 

@@ -130,7 +130,10 @@ class ApiKeyAuth:
             "a key is needed: send 'Authorization: Bearer KEY' (or 'x-api-key: KEY') with one of the server's keys",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await refused.send(send)
+        if scope["type"] == "websocket":
+            await refused.refuse_socket(send)
+        else:
+            await refused.send(send)
 
     def _free(self, scope: Scope) -> bool:
         if scope.get("method") == "OPTIONS":

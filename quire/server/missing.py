@@ -16,7 +16,7 @@ from quire.server.route import App
 
 _ELASTIC = "elastic expert parallelism"
 MISSING = {
-    "/v1/audio/speech": "models that speak", "/v1/realtime": "realtime sessions",
+    "/v1/audio/speech": "models that speak",
     "/scale_elastic_ep": _ELASTIC, "/is_scaling_elastic_ep": _ELASTIC,
     "/v1/systemone": "structured decisions",
     "/v1/images/generations": "image models", "/v1/images/edits": "image models",
@@ -32,7 +32,7 @@ GENERATING = (
     "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/generative_scoring",
     "/inference/v1/generate", "/invocations",
 )  # fmt: skip
-SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
+SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime")
 
 
 def install(app: App, *, renders_only: bool, pools: bool) -> None:
@@ -40,13 +40,18 @@ def install(app: App, *, renders_only: bool, pools: bool) -> None:
     for path in (*MISSING, *SWITCHED_OFF, *((*GENERATING, *SPEECH, *PATHS) if renders_only else ())):
         app.router.routes.append(Route(path, _refuse, methods=["GET", "POST"], include_in_schema=False))
     for path in (*GENERATING, *SPEECH) if pools and not renders_only else ():
-        app.router.routes.append(Route(path, _refuse_generating, methods=["POST"], include_in_schema=False))
+        app.router.routes.append(Route(path, _refuse_generating, methods=_methods(path), include_in_schema=False))
 
 
 def refuse_speech(app: App) -> None:
     """The model generates text, and hears nothing."""
     for path in SPEECH:
-        app.router.routes.append(Route(path, _refuse_hearing, methods=["POST"], include_in_schema=False))
+        app.router.routes.append(Route(path, _refuse_hearing, methods=_methods(path), include_in_schema=False))
+
+
+def _methods(path: str) -> list[str]:
+    """A WebSocket begins as a GET."""
+    return ["GET", "POST"] if path == "/v1/realtime" else ["POST"]
 
 
 async def _refuse_hearing(request: Request) -> Response:

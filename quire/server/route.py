@@ -248,6 +248,7 @@ class App(FastAPI):
         self.direct = {}
         self._wire_types: dict[str, WireType] = {}  # those that FastAPI does not see, by name
         self._unions: dict[str, Any] = {}  # schemas of those that stand for several
+        self.sockets: dict[str, ASGIApp] = {}  # path -> what takes its WebSockets
         self.dialects: dict[str, Callable[[ASGIApp], ASGIApp]] = {}  # path -> a layer outside all others, from there on
 
     def include_router(self, router: APIRouter, **options: Any) -> None:
@@ -334,9 +335,12 @@ class App(FastAPI):
         layers, self.user_middleware = self.user_middleware, []
         rest = super().build_middleware_stack()
         self.user_middleware = layers
-        direct = self.direct
+        direct, sockets = self.direct, self.sockets
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "websocket" and (takes := sockets.get(route_path(scope))) is not None:
+                await takes(scope, receive, send)
+                return
             if scope["type"] == "http" and scope["method"] == "POST":
                 route = direct.get(route_path(scope))
                 if route is not None:

@@ -409,9 +409,28 @@ def test_truncation_cuts_the_encoder_s_text(bart: Served) -> None:
     assert agree(bart.answers([{"prompt_token_ids": ids}], cut), [bart.expected(ids[-20:])])
 
 
-def test_beam_search_is_refused(bart: Served) -> None:
-    with pytest.raises(NotBuiltError, match="beam search"):
-        bart.llm.beam_search(["hello"], BeamSearchParams(beam_width=2, max_tokens=3))
+def test_beams_equal_transformers(thorough: Served) -> None:
+    """The encoder reads once, however many rounds and beams follow."""
+    served, width, count = thorough, 3, 6
+    if served.name == WHISPER:
+        with pytest.raises(NotBuiltError, match="beam search with media"):
+            served.llm.beam_search([served.prompt(served.draw(1))], BeamSearchParams(beam_width=2, max_tokens=3))
+        return
+    given = [served.draw(seed) for seed in (2, 3, 4)]
+    params = BeamSearchParams(beam_width=width, max_tokens=count, length_penalty=0.0)
+    found = served.llm.beam_search([served.prompt(one) for one in given], params)
+    for output, one in zip(found, given, strict=True):
+        made = served.model.generate(
+            input_ids=torch.tensor([one]), num_beams=width, num_return_sequences=width, do_sample=False,
+            max_new_tokens=count + len(served.start) - 1, length_penalty=0.0, early_stopping=False,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        scores = [sequence.cum_logprob for sequence in output.sequences]
+        assert scores == pytest.approx(made.sequences_scores.tolist(), abs=2e-3)
+        pad = served.model.config.pad_token_id
+        for sequence, theirs in zip(output.sequences, made.sequences.tolist(), strict=True):
+            ids = theirs[: len(sequence.tokens)]
+            assert sequence.tokens == ids and set(theirs[len(ids) :]) <= {pad}
 
 
 def test_a_decoder_takes_no_encoder_s_prompt(tmp_path: Path) -> None:

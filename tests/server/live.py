@@ -23,7 +23,9 @@ from quire.config import AsyncEngineArgs
 from quire.config.server import server_config
 from quire.llm.online import AsyncLLM
 from quire.server.app import build_app
+from quire.server.host import socket_settings
 from quire.server.limits import limited_protocol
+from quire.server.route import App
 from quire.server.state import ServerState
 from tests.fake_engine import use_fake, write_model
 
@@ -36,6 +38,7 @@ class Live:
     state: ServerState
     engine: AsyncLLM
     loop: asyncio.AbstractEventLoop
+    app: App
 
     def client(self, **kwargs: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **kwargs)
@@ -71,9 +74,10 @@ def live(
     state = ServerState.of(front, server_config(**options))
     app = build_app(state)
     listening = socket.create_server(("127.0.0.1", 0))
-    http: Any = limited_protocol(state.options) if plain_loop else "httptools"
+    http: Any = limited_protocol(state.options, app.sockets) if plain_loop or app.sockets else "httptools"
     loop = "asyncio" if plain_loop else "uvloop"
-    config = uvicorn.Config(app, loop=loop, http=http, log_level="warning", lifespan="off", access_log=False)
+    config = uvicorn.Config(app, loop=loop, http=http, log_level="warning", lifespan="off", access_log=False,
+                            **socket_settings(app.sockets))  # fmt: skip
     server = uvicorn.Server(config)
     up = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
@@ -87,7 +91,7 @@ def live(
     thread.start()
     try:
         assert up.wait(START_S)
-        yield Live(f"http://127.0.0.1:{listening.getsockname()[1]}", state, front, loops[0])
+        yield Live(f"http://127.0.0.1:{listening.getsockname()[1]}", state, front, loops[0], app)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(START_S)

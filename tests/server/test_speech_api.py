@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import re
+import shutil
 import socket
 import threading
 import time
@@ -21,9 +24,12 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.config import SpeechToTextConfig
 from quire.media.speech.clips import cut_into_clips
+from quire.schema.errors import CheckpointError
 from quire.server.openai import speech as speech_routes
+from quire.server.openai.speech_desk import DECODED_AT_ONCE
+from quire.server.openai.speech_requests import SpeechCall
 from tests.server.live import Live, error_of, events, live, live_fake
-from tests.tiny_whisper import RATE, SECONDS, TinyWhisper, read_back, speech, wav
+from tests.tiny_whisper import ID, LATEST_START, RATE, SECONDS, TinyWhisper, read_back, speech, wav
 
 COUNT = 12
 PATH = "/v1/audio/transcriptions"
@@ -130,6 +136,27 @@ def test_text_and_times(client: openai.OpenAI, tiny: TinyWhisper) -> None:
     assert vtt.startswith("WEBVTT\n\n00:00:0") and vtt.count(" --> ") == len(verbose.segments)
 
 
+def test_times_are_those_of_transformers(client: openai.OpenAI, tiny: TinyWhisper) -> None:
+    """The first within a limit, in pairs, none before another, and where a time is likelier than any word."""
+    count, pairs = 60, 0
+    for seed in range(6):
+        data = speech(seed, 1.7)
+        ids = tiny.token_ids(read_back(data), count, with_times=True)
+        zero = ID["<|notimestamps|>"] + 1
+        times = [one for one in ids if one >= zero]
+        assert ids[0] >= zero and ids[0] - zero <= LATEST_START and times == sorted(times)
+        pairs += sum(one >= zero and two >= zero for one, two in itertools.pairwise(ids))
+        answer = client.audio.transcriptions.create(
+            model="w", file=file(data), language="en", response_format="verbose_json",
+            extra_body={"max_completion_tokens": count},
+        )  # fmt: skip
+        written = [one for segment in answer.segments or () for one in segment.tokens]
+        end = ID["<|endoftext|>"]
+        assert [one for one in written if one != end] == [one for one in ids if one != end][: len(written)]
+        assert len(written) >= len(ids) - 3  # a last time without words behind it is of no segment
+    assert pairs > 6, "no segment ended: the rules had nothing to do"
+
+
 def test_streams(client: openai.OpenAI, tiny: TinyWhisper, server: Live) -> None:
     pieces: list[Any] = list(
         client.audio.transcriptions.create(
@@ -143,6 +170,9 @@ def test_streams(client: openai.OpenAI, tiny: TinyWhisper, server: Live) -> None
     (done,) = [one for one in pieces if one.type == "transcript.text.done"]
     assert done.text == expected(tiny, LONG) and done.choices[0]["finish_reason"] == "length"
     assert len(deltas) > 3 and pieces[-1].choices == []
+    clips = cut_into_clips(read_back(LONG), SpeechToTextConfig(max_audio_clip_s=SECONDS))
+    frames = [math.ceil(round(100 * clip.seconds, 6)) for clip in clips]  # of what the encoder read
+    assert pieces[-1].usage["prompt_tokens"] == 4 * len(clips) + sum(frames)
     chunks = events(post(server, {"model": "w", "language": "de", "stream": "true", **MOST}, SHORT,
                          "/v1/audio/translations").text)  # fmt: skip
     assert {one["object"] for one in chunks} == {"translation.chunk"} and chunks[0]["id"].startswith("trsl-")
@@ -294,6 +324,17 @@ def test_a_client_that_goes_takes_its_clips_with_it(server: Live) -> None:
     assert post(server, {"language": "en", **MOST}).status_code == 200
 
 
+@pytest.mark.parametrize(("field", "value", "name"), [("feature_size", 40, "num_mel_bins 20"),
+                                                      ("chunk_length", 3, "max_source_positions 100")])  # fmt: skip
+def test_an_extractor_of_another_model(tiny: TinyWhisper, tmp_path: Path, field: str, value: int, name: str) -> None:
+    """Known when the server starts, and not by its first request."""
+    shutil.copytree(tiny.folder, tmp_path / "m")
+    path = tmp_path / "m" / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match=name), live(str(tmp_path / "m"), engine={"dtype": "float32"}):
+        pass
+
+
 def test_silence_that_unpacks_to_gigabytes(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of a few bytes: samples are counted while they are decoded."""
     soundfile = pytest.importorskip("soundfile")
@@ -307,7 +348,7 @@ def test_silence_that_unpacks_to_gigabytes(server: Live, monkeypatch: pytest.Mon
 
 def test_audio_in_work_is_bounded(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files wait for those before them only so far: then 503, with a time to try again."""
-    monkeypatch.setattr("quire.server.openai.speech._QUEUE", -2)
+    monkeypatch.setattr("quire.server.openai.speech_desk._QUEUE", -2)
     answer = post(server, {"language": "en"})
     assert error_of(answer, 503)["type"] == "ServiceUnavailableError" and answer.headers["retry-after"]
 
@@ -325,7 +366,7 @@ def test_a_client_that_goes_before_its_audio_is_decoded(server: Live, monkeypatc
     monkeypatch.setattr(speech_routes, "_read_clips", slow)
     clients = [begin_post(server) for _ in range(4)]
     try:
-        for _ in range(speech_routes._DECODED_AT_ONCE):
+        for _ in range(DECODED_AT_ONCE):
             assert begun.acquire(timeout=60)
         wait_until(lambda: server.state.load.count == 4)
         for one in clients:
@@ -350,14 +391,14 @@ def test_time_that_is_up_before_audio_is_decoded(server: Live, monkeypatch: pyte
 
 
 def test_a_detection_that_is_aborted(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_clip = speech_routes._open
+    open_clip = SpeechCall.open
 
     async def aborted(*args: Any) -> Any:
         request_id, flow = await open_clip(*args)
         server.engine._streams.abort([request_id])
         return request_id, flow
 
-    monkeypatch.setattr(speech_routes, "_open", aborted)
+    monkeypatch.setattr(SpeechCall, "open", aborted)
     for fields in ({}, {"language": "en"}):
         assert "aborted" in error_of(post(server, fields), 503)["message"]
 

@@ -10,7 +10,7 @@ from quire.media.families.base import Family, ProcessedItem
 from quire.media.mel import MelOptions, log_mel
 from quire.media.pixels import Array
 from quire.media.settings import ProcessorFiles, Settings
-from quire.schema.errors import InputError
+from quire.schema.errors import CheckpointError, InputError
 
 _EXTRACTOR = {
     "feature_size": 128, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400,
@@ -81,6 +81,21 @@ class Whisper(Family):
         bins = files.config.get("num_mel_bins")
         self.audio = self.settings("audio", {**_EXTRACTOR, "feature_size": bins or 80}, "n_samples", "nb_max_frames")
         self.features_of = WhisperFeatures(self.audio)
+        self._check_config(files.config)
+
+    def _check_config(self, config: Mapping[str, Any]) -> None:
+        """The encoder takes features of one shape."""
+        features = self.features_of
+        frames = features.num_samples // features.mel.hop
+        for name, made, read in (
+            ("num_mel_bins", features.mel.bins, config.get("num_mel_bins")),
+            ("max_source_positions", frames / 2, config.get("max_source_positions")),
+        ):
+            if isinstance(read, int) and read != made:
+                raise CheckpointError(
+                    f"the feature extractor (preprocessor_config.json) makes {features.mel.bins} mel bins and {frames} "
+                    f"frames, and config.json has {name} {read}: they are of different models"
+                )
 
     def process(self, modality: str, value: Audio, options: Mapping[str, Any], count: int) -> ProcessedItem:
         if modality != "audio":

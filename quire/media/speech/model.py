@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from quire.config import SpeechToTextConfig
 from quire.media.settings import Settings
 from quire.media.speech.languages import LANGUAGES
 from quire.schema.errors import InputError
+from quire.schema.params import SpeechRules, TimeRules
 from quire.schema.prompt import Prompt
 
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
@@ -56,10 +57,20 @@ class TimeSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoding:
-    """How answers are sampled and read, whatever the request says."""
+    """How answers are sampled, whatever the request says."""
 
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
+    never: tuple[int, ...] = ()  # token ids
+    never_first: tuple[int, ...] = ()
+    times: TimeRules | None = None
+
+    def as_params(self) -> dict[str, Any]:
+        """Fields of SamplingParams."""
+        values: dict[str, Any] = {}
+        if self.never:
+            values["bad_words_token_ids"] = [[token_id] for token_id in self.never]
+        if self.never_first or self.times is not None:
+            values["speech_rules"] = SpeechRules(never_first=self.never_first, times=self.times)
+        return values
 
 
 class SpeechModel(abc.ABC):
@@ -95,6 +106,10 @@ class SpeechModel(abc.ABC):
     def text(self, token_ids: Sequence[int]) -> str:
         """Without timestamps and control tokens."""
         raise NotImplementedError
+
+    def audio_tokens(self, seconds: float) -> int:
+        """What a clip of this length counts in `usage`, where it has no tokens in the prompt."""
+        return 0
 
     def clean(self, text: str) -> str:
         """Text as the engine writes it, whole tokens at a time, without what is no speech."""

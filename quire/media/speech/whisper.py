@@ -5,11 +5,12 @@ A model that knows English only (`tiny.en`) has no tokens for languages and task
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.media.settings import ProcessorFiles, read_json
+from quire.media.settings import ProcessorFiles, Settings, read_json
 from quire.media.speech.languages import LANGUAGES
 from quire.media.speech.model import (
     TRANSLATE,
@@ -23,10 +24,10 @@ from quire.media.speech.model import (
     named,
 )
 from quire.schema.errors import CheckpointError, InputError
+from quire.schema.params import TimeRules
 from quire.schema.prompt import Prompt
 
 _MULTILINGUAL = 51865  # tokens; a vocabulary that has fewer is of English alone
-_NEVER = -100.0
 _TIME = re.compile(r"<\|\d{1,2}\.\d\d\|>")
 _MOST_SUPPRESSED = 4096
 
@@ -43,6 +44,8 @@ class WhisperSpeech(SpeechModel):
         self._tokenizer = tokenizer
         self.config = heard(extractor or {})
         self._tick = (self.config.max_audio_clip_s or 30) / int(config.get("max_source_positions") or 1500)  # seconds
+        hop = Settings.of({"hop_length": 160}, extractor or {}).whole("hop_length", high=1 << 16)
+        self._frames = self.config.sample_rate / hop  # per second
         self._start = self._token("<|startoftranscript|>")
         self._plain = self._token("<|notimestamps|>")  # timestamps are behind it
         self._end = self._token("<|endoftext|>")
@@ -59,8 +62,10 @@ class WhisperSpeech(SpeechModel):
         self.languages = named(self._language_ids or ("en",))
         self.translates = self._is_multilingual
         self.default_language = None if self._is_multilingual else "en"
-        self._suppressed = _ids(generation.get("suppress_tokens"), vocabulary)
-        self._least = int(self._end in _ids(generation.get("begin_suppress_tokens"), vocabulary))  # tokens of a text
+        self._suppressed = _ids("suppress_tokens", generation, vocabulary)
+        self._never_first = _ids("begin_suppress_tokens", generation, vocabulary)
+        latest = generation.get("max_initial_timestamp_index")
+        self._latest_start = latest if isinstance(latest, int) and 0 <= latest < self._num_ticks else None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], folder: str, tokenizer: SpeechTokenizer) -> WhisperSpeech:
@@ -86,7 +91,8 @@ class WhisperSpeech(SpeechModel):
                 raise InputError("language must be given", param="language")
             yield self._language_ids[task.language]
             yield self._token(f"<|{task.kind}|>")
-        yield self._plain + 1 if task.with_timestamps else self._plain  # the first time is 0.00
+        if not task.with_timestamps:
+            yield self._plain
 
     def _guide(self, text: str) -> list[int]:
         """What was said before, or words to expect: as much of its end as leaves half of the model's length. Nothing in
@@ -103,8 +109,14 @@ class WhisperSpeech(SpeechModel):
         return Detection(Prompt(token_ids=(self._start,)), languages)
 
     def decoding(self, task: SpeechTask) -> Decoding:
-        """What the checkpoint never lets it say, and whether it may say nothing."""
-        return Decoding(dict.fromkeys(self._suppressed, _NEVER), self._least)
+        """As transformers' generate does: what the checkpoint never lets it say, what no text begins with, and where
+        times stand."""
+        times = None
+        if task.with_timestamps:
+            times = TimeRules(
+                first_id=self._plain + 1, end_id=self._end, plain_id=self._plain, latest=self._latest_start
+            )
+        return Decoding(self._suppressed, self._never_first, times)
 
     def check(self, task: SpeechTask) -> None:
         super().check(task)
@@ -139,6 +151,10 @@ class WhisperSpeech(SpeechModel):
         tick = token_id - self._plain - 1
         return round(tick * self._tick, 3) if 0 <= tick < self._num_ticks else None
 
+    def audio_tokens(self, seconds: float) -> int:
+        """As many as its spectrogram has frames."""
+        return math.ceil(round(seconds * self._frames, 6))
+
     def clean(self, text: str) -> str:
         """Without times, which are no special tokens."""
         return _TIME.sub("", text) if "<|" in text else text
@@ -147,9 +163,10 @@ class WhisperSpeech(SpeechModel):
         return self._tokenizer.decode([one for one in token_ids if one < self._end])
 
 
-def _ids(values: Any, vocabulary: int) -> tuple[int, ...]:
+def _ids(name: str, generation: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
+    values = generation.get(name)
     if not isinstance(values, list):
         return ()
     if len(values) > _MOST_SUPPRESSED:
-        raise CheckpointError(f"suppress_tokens has {len(values)} tokens; the limit is {_MOST_SUPPRESSED}")
+        raise CheckpointError(f"{name} has {len(values)} tokens; the limit is {_MOST_SUPPRESSED}")
     return tuple(one for one in values if isinstance(one, int) and 0 <= one < vocabulary)

@@ -7,29 +7,21 @@ models (media/speech), formats of answers (speech_answer.py).
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from quire.base import env
-from quire.checkpoint.media import hears_speech
-from quire.llm.online import LONG_TEXT
 from quire.media.audio import decode_audio, resample
-from quire.media.speech import speech_model
 from quire.media.speech.clips import Clip, cut_into_clips
 from quire.media.speech.model import TRANSCRIBE, TRANSLATE, SpeechModel, SpeechTask
-from quire.schema.errors import InputError, MissingExtraError, NotBuiltError, OverloadedError, TooLargeError
-from quire.schema.params import SamplingParams
-from quire.schema.prompt import Prompt
+from quire.schema.errors import InputError, MissingExtraError, NotBuiltError, TooLargeError
 from quire.server.middleware import BodyLimit
 from quire.server.openai.limits import check_request
-from quire.server.openai.params import most_tokens, prepare_requests, sampling_params
+from quire.server.openai.params import most_tokens
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.speech_answer import SpeechAnswer
+from quire.server.openai.speech_desk import SpeechDesk
 from quire.server.openai.speech_flow import ClipFlow
 from quire.server.openai.speech_protocol import (
     LISTS,
@@ -40,15 +32,12 @@ from quire.server.openai.speech_protocol import (
     TranscriptionRequest,
     TranslationRequest,
 )
+from quire.server.openai.speech_requests import SpeechCall
 from quire.server.route import App, HttpCall, add_form_route
-from quire.server.served import ServedModel
-from quire.server.state import ServerState
 from quire.server.stream import drained, send_events
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 _FIELDS_BYTES = 1 << 20  # of a form, beside the file
-_DECODED_AT_ONCE, _QUEUE = 2, 64  # audio files
-_MOST_SAMPLE_BYTES = 1 << 30  # of all audio that is being transcribed
 _SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "vllm_xargs",
@@ -65,8 +54,7 @@ def upload_limits() -> dict[str, BodyLimit]:
     return {TRANSCRIPTIONS: limit, TRANSLATIONS: limit}
 
 
-def add_routes(app: App, state: ServerState) -> None:
-    desk = SpeechDesk()
+def add_routes(app: App, desk: SpeechDesk) -> None:
     for path, create, form in (
         (TRANSCRIPTIONS, create_transcription, TranscriptionRequest),
         (TRANSLATIONS, create_translation, TranslationRequest),
@@ -106,66 +94,6 @@ async def create_translation(desk: SpeechDesk, call: HttpCall, request: Translat
     await _create(desk, call, request, TRANSLATE)
 
 
-class SpeechDesk:
-    """What all calls of the two routes share: the models' declarations, and how much audio is being worked on. Touched
-    by one event loop."""
-
-    def __init__(self) -> None:
-        self._models: dict[str, SpeechModel] = {}
-        self._sample_bytes = self._num_decoding = 0
-        self._decoding = asyncio.Semaphore(_DECODED_AT_ONCE)
-
-    async def model(self, served: ServedModel) -> SpeechModel:
-        config = served.config.model_config
-        if not hears_speech(config.hf_config) or not served.takes_media:
-            raise InputError(f"The model {served.name!r:.100} does not support transcriptions", param="model")
-        if (known := self._models.get(served.root)) is None:
-            make = partial(speech_model, config.hf_config, config.path, served.tokenizer)
-            known = self._models[served.root] = await served.engine.lanes.run(LONG_TEXT, make)
-        return known
-
-    async def clips(self, served: ServedModel, data: memoryview, model: SpeechModel) -> list[Clip]:
-        """In the threads that decode all media, of which a few may be busy with this. A thread whose file nobody waits
-        for any more is busy until it is done."""
-        if self._num_decoding >= _DECODED_AT_ONCE + _QUEUE:
-            raise OverloadedError(f"{self._num_decoding} audio files wait to be decoded, as many as may wait")
-        self._num_decoding += 1
-        try:
-            await self._decoding.acquire()
-        except BaseException:
-            self._num_decoding -= 1
-            raise
-        try:
-            engine = served.engine
-            media = await engine.lanes.run(LONG_TEXT, lambda: engine.front.inputs.media)  # which may be made now
-            (future,) = media.workers.submit_all([partial(_read_clips, data, model)])
-        except BaseException:
-            self._decoded()
-            raise
-        loop = asyncio.get_running_loop()
-
-        def leave(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._decoded)
-
-        future.add_done_callback(leave)
-        return await asyncio.wrap_future(future)
-
-    def _decoded(self) -> None:
-        self._num_decoding -= 1
-        self._decoding.release()
-
-    def take(self, num_bytes: int) -> None:
-        if self._sample_bytes and self._sample_bytes + num_bytes > _MOST_SAMPLE_BYTES:
-            raise OverloadedError(
-                f"audio of {self._sample_bytes} bytes is being transcribed; the limit is {_MOST_SAMPLE_BYTES}"
-            )
-        self._sample_bytes += num_bytes
-
-    def give(self, num_bytes: int) -> None:
-        self._sample_bytes -= num_bytes
-
-
 async def _create(desk: SpeechDesk, call: HttpCall, request: SpeechRequest, kind: str) -> None:
     model = await desk.model(call.model)
     task = _task(request, kind)
@@ -174,81 +102,38 @@ async def _create(desk: SpeechDesk, call: HttpCall, request: SpeechRequest, kind
     check_request(plain, call.state.options, 1)
     most_tokens(call.model, request.max_completion_tokens, None, name="max_completion_tokens")
     _check_fields(request)
-    clips = await call.attended(desk.clips(call.model, _take_file(request), model))
+    data = _take_file(request)
+    clips = await call.attended(desk.decoded(call.model, partial(_read_clips, data, model)))
+    del data
     size = sum(clip.samples.nbytes for clip in clips)
     desk.take(size)
     try:
-        await _answer(_Speech(call, request, plain, model, clips), task)
+        await _answer(SpeechCall(call, plain, model, request.max_completion_tokens), request, clips, task)
     finally:
         desk.give(size)
 
 
-class _Speech(NamedTuple):
-    """One call."""
-
-    call: HttpCall
-    request: SpeechRequest
-    plain: GenerateRequest
-    model: SpeechModel
-    clips: list[Clip]
-
-
-async def _answer(speech: _Speech, task: SpeechTask) -> None:
-    call, request = speech.call, speech.request
+async def _answer(speech: SpeechCall, request: SpeechRequest, clips: list[Clip], task: SpeechTask) -> None:
+    call = speech.call
     public_id = f"{'trsc' if task.kind == TRANSCRIBE else 'trsl'}-{call.request_id(None)}"
     if task.language is None:
-        task = replace(task, language=await call.attended(_language(speech, public_id)))
+        task = replace(task, language=await call.attended(speech.language(public_id, clips[0])))
     speech.model.check(task)
-    params = _params(speech, task)
-    prompt = await call.model.engine.read(len(task.prompt), speech.model.prompt, task)
+    params = speech.params(task, **({"logprobs": 0} if request.response_format == "verbose_json" else {}))
+    prompt = await speech.prompt(task)
 
     async def open_clip(number: int) -> Any:
-        return await _open(speech, f"{public_id}-{number}", prompt, params, speech.clips[number])
+        return await speech.open(f"{public_id}-{number}", prompt, params, clips[number])
 
-    with ClipFlow(len(speech.clips), open_clip) as flow:
+    with ClipFlow(len(clips), open_clip) as flow:
         answer = SpeechAnswer(
-            request, task, speech.model, speech.clips, flow.clip_of.__getitem__, name=call.model.name,
-            public_id=public_id,
-        )  # fmt: skip
+            request, task, speech.model, clips, flow.clip_of.__getitem__, name=call.model.name, public_id=public_id
+        )
         if request.stream:
             await send_events(call, flow, answer)
         else:
             body = await drained(call, flow, answer)
             await call.reply(body, _TYPES.get(request.response_format, b"application/json"))
-
-
-async def _open(speech: _Speech, public_id: str, prompt: Prompt, params: SamplingParams, clip: Clip) -> tuple[str, Any]:
-    media = {"audio": (clip.samples, int(speech.model.config.sample_rate))}
-    try:
-        (prepared,) = await prepare_requests(
-            speech.call, speech.plain, public_id, [msgspec.structs.replace(prompt, media=media)], params,
-            add_special_tokens=False, most=speech.request.max_completion_tokens,
-        )  # fmt: skip
-    except InputError as wrong:
-        if wrong.param != "multi_modal_data":
-            raise
-        raise type(wrong)(str(wrong), param="file") from wrong
-    return prepared.request_id, speech.call.model.engine.open([prepared])
-
-
-async def _language(speech: _Speech, public_id: str) -> str | None:
-    """That is spoken in the first clip, as the model hears it; None where it needs none."""
-    detection = speech.model.detection()
-    if detection is None:
-        return speech.model.default_language
-    params = SamplingParams(
-        max_tokens=1, temperature=0.0, allowed_token_ids=sorted(detection.languages), detokenize=False,
-        skip_clone=True,
-    )  # fmt: skip
-    _, flow = await _open(speech, f"{public_id}-language", detection.prompt, params, speech.clips[0])
-    with flow:
-        results = []
-        while not flow.finished:
-            results += await flow.next()
-    token_ids = results[-1].outputs[0].token_ids
-    if not token_ids:
-        raise OverloadedError("the request was aborted while its language was being detected; send it again")
-    return detection.languages[token_ids[0]]
 
 
 def _task(request: SpeechRequest, kind: str) -> SpeechTask:
@@ -278,19 +163,6 @@ def _check_fields(request: SpeechRequest) -> None:
             raise NotBuiltError(f"{name} is not in this version of Quire", param=name)
 
 
-def _params(speech: _Speech, task: SpeechTask) -> SamplingParams:
-    decoding = speech.model.decoding(task)
-    most = most_tokens(speech.call.model, speech.request.max_completion_tokens, None, name="max_completion_tokens")
-    further: dict[str, Any] = {}
-    if decoding.logit_bias:
-        further["logit_bias"] = dict(decoding.logit_bias)
-    if decoding.min_tokens:
-        further["min_tokens"] = decoding.min_tokens
-    if speech.request.response_format == "verbose_json":
-        further["logprobs"] = 0
-    return sampling_params(speech.plain, speech.call.model, max_tokens=most, **further)
-
-
 # ---- audio ------------------------------------------------------------------------------------------------------
 
 
@@ -314,7 +186,7 @@ def _take_file(request: SpeechRequest) -> memoryview:
 def _read_clips(data: memoryview, model: SpeechModel) -> list[Clip]:
     """In a worker's thread."""
     try:
-        audio = decode_audio(bytes(data))
+        audio = decode_audio(data)
         samples = resample(audio, int(model.config.sample_rate))
     except InputError as wrong:
         raise type(wrong)(str(wrong), param="file") from wrong

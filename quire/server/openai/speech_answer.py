@@ -44,6 +44,29 @@ class _ClipText:
     num_prompt_tokens: int = 0
 
 
+class JoinedText:
+    """Texts of clips as one: the first has no space before it, those of two clips may have one between them."""
+
+    def __init__(self, joint: str) -> None:
+        self._joint, self._last = joint, -1  # the clip of the piece before
+        self._pieces: list[str] = []
+
+    def add(self, clip: int, text: str) -> str:
+        """A piece as it stands behind those before."""
+        if not self._pieces:
+            text = text.lstrip()
+        elif self._joint and self._last != clip:
+            text = self._joint + text.lstrip()
+        if text:
+            self._pieces.append(text)
+            self._last = clip
+        return text
+
+    @property
+    def whole(self) -> str:
+        return "".join(self._pieces)
+
+
 class SpeechAnswer:
     def __init__(
         self, request: SpeechRequest, task: SpeechTask, model: SpeechModel, clips: Sequence[Clip],
@@ -53,10 +76,8 @@ class SpeechAnswer:
         self._request, self._task, self._model, self._clip_of = request, task, model, clip_of
         self._clips = [_ClipText(clip) for clip in clips]
         self._seconds = clips[-1].start + clips[-1].seconds
-        self._joint = model.joint_of(task.language)
+        self._text = JoinedText(model.joint_of(task.language))
         self._current = 0  # the clip whose text is next
-        self._last = -1  # the clip of the piece before
-        self._text: list[str] = []  # pieces so far
         kind: Literal["transcription", "translation"] = "transcription" if task.kind == TRANSCRIBE else "translation"
         self._head: dict[str, Any] = {
             "id": public_id, "object": f"{kind}.chunk", "created": int(time.time()), "model": name,
@@ -84,24 +105,13 @@ class SpeechAnswer:
         while True:
             grown = self._clips[self._current]
             if text := "".join(grown.pieces):
-                news.append(self._joined(text))
+                news.append(self._text.add(self._current, text))
             grown.pieces.clear()
             if grown.finish_reason is None or self._current + 1 == len(self._clips):
                 break
             self._current += 1
         text = "".join(news)
         return self._event(text) if text else b""
-
-    def _joined(self, text: str) -> str:
-        """A piece as it stands behind those before: the first has no space before it, those of two clips may have."""
-        if not self._text:
-            text = text.lstrip()
-        elif self._joint and self._last != self._current:
-            text = self._joint + text.lstrip()
-        if text:
-            self._text.append(text)
-            self._last = self._current
-        return text
 
     def end(self) -> bytes:
         """The end as both clients know it, then the usage."""
@@ -112,7 +122,7 @@ class SpeechAnswer:
         choice = SpeechChoice(delta=SpeechDelta(content=""), finish_reason=reason, stop_reason=None)
         last: dict[str, Any] = {}
         if self._task.kind == TRANSCRIBE:
-            last = {"type": "transcript.text.done", "text": "".join(self._text)}
+            last = {"type": "transcript.text.done", "text": self._text.whole}
         data = self._encoded(SpeechChunk(**self._head, choices=[choice], **self._usage_so_far(), **last))
         if self._request.stream_include_usage:
             data += self._encoded(SpeechChunk(**self._head, choices=[], usage=self._usage()))
@@ -134,7 +144,8 @@ class SpeechAnswer:
         return {"usage": self._usage()} if wants else {}
 
     def _usage(self) -> Usage:
-        prompt = sum(one.num_prompt_tokens for one in self._clips)
+        heard = [one for one in self._clips if one.num_prompt_tokens]
+        prompt = sum(one.num_prompt_tokens + self._model.audio_tokens(one.clip.seconds) for one in heard)
         answer = sum(len(one.token_ids) for one in self._clips)
         return Usage(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer)
 
@@ -172,10 +183,9 @@ class SpeechAnswer:
 
     def _plain_text(self) -> str:
         for number, grown in enumerate(self._clips):
-            self._current = number
             if text := "".join(grown.pieces):
-                self._joined(text)
-        return "".join(self._text)
+                self._text.add(number, text)
+        return self._text.whole
 
     def _duration(self) -> DurationUsage:
         return DurationUsage(type="duration", seconds=math.ceil(self._seconds))

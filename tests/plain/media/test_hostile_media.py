@@ -348,3 +348,16 @@ def test_frames_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(decode_video(data, {"num_frames": 4}).frames) == 4
     with pytest.raises(InputError, match="20480 pixels together; the limit is 16384"):
         decode_video(data, {"num_frames": 5})
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG"])
+def test_a_view_is_decoded_as_its_bytes_are(kind: str) -> None:
+    """A file within a form; more than a piece of it."""
+    soundfile = pytest.importorskip("soundfile")
+    out = io.BytesIO()
+    soundfile.write(out, np.random.default_rng(1).uniform(-0.5, 0.5, 900_000), 16000, format=kind)
+    data = out.getvalue()
+    assert kind == "OGG" or len(data) > 1 << 20
+    view = decode_audio(memoryview(bytearray(b"head" + data + b"tail"))[4:-4])
+    whole = decode_audio(data)
+    assert view.rate == whole.rate and np.array_equal(view.samples, whole.samples)

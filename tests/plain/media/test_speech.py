@@ -18,6 +18,7 @@ from quire.media.speech.languages import LANGUAGES
 from quire.media.speech.model import TRANSLATE, SpeechTask
 from quire.media.speech.whisper import WhisperSpeech
 from quire.schema.errors import CheckpointError, InputError
+from quire.schema.params import SpeechRules, TimeRules
 
 CONTROL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>",
            "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>")  # fmt: skip
@@ -66,7 +67,11 @@ def test_prompts_of_whisper() -> None:
     assert set(model.languages) == {"en", "de"}
     assert names(model, language="de") == "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>"
     timed = model.prompt(SpeechTask(language="en", kind=TRANSLATE, with_timestamps=True)).token_ids
-    assert timed == (ID["<|startoftranscript|>"], ID["<|en|>"], ID["<|translate|>"], ZERO)
+    assert timed == (
+        ID["<|startoftranscript|>"],
+        ID["<|en|>"],
+        ID["<|translate|>"],
+    )  # the model writes the first time itself
     assert names(model, language="en", prompt=" Quire. ").startswith(
         "<|startofprev|> Quire.<|startoftranscript|><|en|>"
     )
@@ -83,7 +88,7 @@ def test_whisper_of_english_alone() -> None:
     model = whisper(is_multilingual=False)
     assert names(model, language="en") == "<|startoftranscript|><|notimestamps|>"
     timed = model.prompt(SpeechTask(language="en", with_timestamps=True)).token_ids
-    assert timed == (ID["<|startoftranscript|>"], ZERO)
+    assert timed == (ID["<|startoftranscript|>"],)
     assert model.detection() is None and model.default_language == "en"
     for task in (SpeechTask(language="de"), SpeechTask(kind=TRANSLATE)):
         with pytest.raises(InputError):
@@ -102,10 +107,17 @@ def test_what_whisper_refuses(task: dict[str, Any], param: str) -> None:
 
 
 def test_tokens_never_said() -> None:
-    bias = whisper(suppress_tokens=[1, 2, 10**9, "x"]).decoding(SpeechTask()).logit_bias
-    assert bias == {1: -100.0, 2: -100.0}
-    assert whisper().decoding(SpeechTask()).logit_bias == {} and whisper().decoding(SpeechTask()).min_tokens == 0
-    assert whisper(begin_suppress_tokens=[5, ID["<|endoftext|>"]]).decoding(SpeechTask()).min_tokens == 1
+    never = whisper(suppress_tokens=[1, 2, 10**9, "x"]).decoding(SpeechTask()).never
+    assert never == (1, 2)
+    assert whisper().decoding(SpeechTask()).as_params() == {}
+    first = whisper(begin_suppress_tokens=[5, ID["<|endoftext|>"]]).decoding(SpeechTask()).as_params()
+    assert first == {"speech_rules": SpeechRules(never_first=(5, ID["<|endoftext|>"]))}
+    timed = whisper(max_initial_timestamp_index=50).decoding(SpeechTask(with_timestamps=True)).times
+    assert timed == TimeRules(first_id=ZERO, end_id=ID["<|endoftext|>"], plain_id=ID["<|notimestamps|>"], latest=50)
+    for wrong in (-1, "50", 10**9, None):  # a file may say anything
+        assert (
+            whisper(max_initial_timestamp_index=wrong).decoding(SpeechTask(with_timestamps=True)).times.latest is None
+        )
     with pytest.raises(CheckpointError):
         whisper(suppress_tokens=[1] * 5000)
 

@@ -147,14 +147,14 @@ def test_later_clips_wait_for_earlier_ones() -> None:
     (first,) = events(told.chunk([result("r0", " o")]))
     assert first["choices"][0]["delta"]["content"] == first["delta"] == "o"
     assert first["object"] == "transcription.chunk" and first["type"] == "transcript.text.delta"
-    assert first["usage"]["completion_tokens"] == 9 and first["usage"]["prompt_tokens"] == 9
+    assert first["usage"]["completion_tokens"] == 9 and first["usage"]["prompt_tokens"] == 9 + 3 * 2950
     (second,) = events(told.chunk([result("r0", "ne", last=True)]))
     assert second["delta"] == "ne two th"
     (third,) = events(told.chunk([result("r2", "ree", last=True)]))
     done, usage = events(told.end())
     assert third["delta"] == "ree" and done["text"] == "one two three" and done["type"] == "transcript.text.done"
     assert done["choices"] == [{"delta": {"content": ""}, "finish_reason": "stop", "stop_reason": None}]
-    assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 9 + 14
+    assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 9 + 3 * 2950 + 14
 
 
 def test_a_translation_has_its_own_chunks() -> None:
