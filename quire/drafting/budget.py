@@ -74,7 +74,7 @@ class DraftBudget:
         for k in range(1, lengths.most(num_rows) + 1):
             tokens += values
             values *= later
-            cost = costs.of(num_rows + k * len(known)) + k * self._pass_cost * costs.of(len(known))
+            cost = costs.of(num_rows + k * len(known)) + costs.wait + k * self._pass_cost * costs.of(len(known))
             if (rate := tokens / cost) > best:
                 best, count = rate, k
         return count, 1 / plain - 1 / best

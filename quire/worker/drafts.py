@@ -4,19 +4,23 @@ them were right.
 The row knows how far it is; a plan knows how far it can be (schema/step.py). `resolve` turns the one into the other
 and writes the drafts behind the row's last token, where the forward pass and the sampler read them. Every position is
 then sampled as plain decoding would, and `accept` keeps tokens up to the first that is not the draft: so an answer
-depends on no draft. Only for a worker whose results are there at once: on a device of its own, lengths would have to
-stay on it. Must not know: how drafts are made.
+depends on no draft.
+
+A device of its own need not be waited for to launch its next step, unless that step is to verify drafts, which are made
+from the tokens of the step before. So while drafts are not worth it, steps follow each other without a wait, tokens come
+late, and some rows' proposals are only compared with what was said; once these promise a gain, `wants_tokens` says that
+the next step has to wait for the one before. Must not know: how drafts are made.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.schema.step import Grant, Mask, StepPlan
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from quire.drafting.lengths import DraftLengths
     from quire.drafting.proposer import ModelProposer, Proposal, Proposer
     from quire.worker.inputs import StepShape
+
+
+_COMPARED = 16  # rows of a step whose drafts are only compared
 
 
 @runtime_checkable
@@ -57,6 +64,10 @@ class Drafts:
         self.inner_states: Callable[[], Tensor] | None = None  # what the reader wants of a step; None: what it gives
         self.lengths, self._drafter = lengths, drafter
         self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
+        self.lock = threading.Lock()  # of whoever starts a step or looks at the tokens of one
+        self.wants_tokens = True  # whether the next step should wait for the tokens of the one before
+        self._epochs: dict[str, int] = {}
+        self._turn = 0  # which rows are compared next
         self._began = 0.0
 
     def follow(self, plan: StepPlan) -> None:
@@ -64,27 +75,37 @@ class Drafts:
         for request_id in plan.left:
             self._proposer.end(request_id)
             self.of.pop(request_id, None)
+            self._epochs.pop(request_id, None)
             if self.lengths is not None:
                 self.lengths.end(request_id)
             if self._drafter is not None:
                 self._drafter[1].end(request_id)
         for new in plan.joined:
             self.of.pop(new.request_id, None)
+            self._epochs[new.request_id] = new.epoch
             self._proposer.begin(new)
+
+    def is_current(self, grant: Grant) -> bool:
+        """Whether its request is in the batch, and was not preempted since."""
+        return self._epochs.get(grant.request_id) == grant.epoch
 
     def resolve(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
         """The grants with the starts, counts and numbers of drafts that are true."""
         self._began = used_processor()
-        return tuple([self._resolve(grant) for grant in grants])
+        written: list[tuple[int, int, int]] = []
+        resolved = tuple([self._resolve(grant, written) for grant in grants])
+        if written:
+            self._rows.put(written)
+        return resolved
 
-    def _resolve(self, grant: Grant) -> Grant:
+    def _resolve(self, grant: Grant, written: list[tuple[int, int, int]]) -> Grant:
+        """`written`: gets row, position and token of each draft."""
         row = self._rows.row_of[grant.request_id]
         length = int(self._rows.lengths[row])
         start = min(grant.start, length - 1)
         drafts = self.of.get(grant.request_id, [])[: grant.num_drafts]
         if drafts:
-            written = torch.tensor(drafts, dtype=self._rows.tokens.dtype)
-            self._rows.tokens[row, length : length + len(drafts)] = written
+            written.extend((row, at, token) for at, token in enumerate(drafts, length))
         elif not grant.num_drafts and start == grant.start:
             return grant
         count = grant.count - grant.num_drafts + len(drafts)
@@ -116,12 +137,13 @@ class Drafts:
         for row, start, count, end in zip(*map(np.ndarray.tolist, _spans(shape)), strict=True):
             reader.read(self._rows.request_of[row], start, states[end - count : end])
 
-    def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool) -> None:
-        """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too."""
+    def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool, late: bool = False) -> None:
+        """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too. `late`:
+        that next step was started before."""
         names, lengths, most = list(sampled), self.lengths, self._most
         seconds = used_processor() - self._began
         if lengths is not None:
-            if not prompts:
+            if not prompts and not lengths.costs.is_fixed:
                 lengths.costs.learn(num_tokens, seconds)
             most = min(most, lengths.most(len(names)))
         for name, token_ids in sampled.items():
@@ -129,17 +151,33 @@ class Drafts:
             if lengths is not None:
                 lengths.observe(name, token_ids)
             self.of.pop(name, None)
-        if not most or not names:
+        if self._drafter is not None:
+            budget = self._drafter[1]
+            for name, token_ids in sampled.items():
+                budget.observe(name, len(token_ids))
+            if not prompts:
+                budget.learn_step(num_tokens, seconds)
+        if not names:
             return
+        if late and lengths is not None:
+            self.wants_tokens = most > 0 and self._promises(names, most, lengths)
+            return
+        if most:
+            self._draft(names, most)
+        self.wants_tokens = lengths is None or bool(self.of)
+
+    def _draft(self, names: list[str], most: int) -> None:
         if self._drafter is None:
             self._take(names, self._proposer.propose(names, most), len(names), most)
-            return
-        proposer, budget = self._drafter
-        for name, token_ids in sampled.items():
-            budget.observe(name, len(token_ids))
-        if not prompts:
-            budget.learn_step(num_tokens, seconds)
-        self._draft_if_worth(names, most, proposer, budget)
+        else:
+            self._draft_if_worth(names, most, *self._drafter)
+
+    def _promises(self, names: list[str], most: int, lengths: DraftLengths) -> bool:
+        """Whether drafts would be worth waiting for tokens, by those of some rows: they come too late to be verified."""
+        first = self._turn % len(names)
+        some = (names[first:] + names[:first])[:_COMPARED]
+        self._turn += len(some)
+        return lengths.promises(some, self._proposer.propose(some, most), len(names))
 
     def _draft_if_worth(self, names: list[str], most: int, proposer: ModelProposer, budget: DraftBudget) -> None:
         num_rows = len(names)

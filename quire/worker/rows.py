@@ -146,8 +146,12 @@ class Rows:
         known = [(self.row_of[new.request_id], new.position, new.token_id) for new in sampled
                  if new.request_id in self.row_of]  # fmt: skip
         if known:
-            rows, positions, tokens = self._upload(np.array(known, np.int64).T.copy())
-            self.tokens[rows, positions] = tokens.to(self.tokens.dtype)
+            self.put(known)
+
+    def put(self, tokens: Sequence[tuple[int, int, int]]) -> None:
+        """Row, position and token of each."""
+        rows, positions, token_ids = self._upload(np.array(tokens, np.int64).T.copy())
+        self.tokens[rows, positions] = token_ids.to(self.tokens.dtype)
 
     def apply(self, plan: StepPlan) -> RowChanges:
         changes = RowChanges()

@@ -401,15 +401,16 @@ class Worker:
             freed = tuple(one.item.key for one in encode)
             self.forward(StepPlan(step=0, grants=(), left=("warm-up",), free_encoded=freed))
         self._balance_experts(self.model_runner)
-        if self.config.cache_config.calculate_kv_scales:
-            self.model_runner.calibrate_next()
-        if not on_cpu:
-            self._parts.watch()
         if self.config.speculative_config is not None:
             from quire.worker.draft_setup import draft_as_configured  # lazy
 
             length = self.config.model_config.max_model_len
             draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter)
+            self._laps.mark("drafts")
+        if self.config.cache_config.calculate_kv_scales:
+            self.model_runner.calibrate_next()
+        if not on_cpu:
+            self._parts.watch()
 
     def _warm_up_item(self) -> MediaItem:
         """One vector that an encoder could have made."""
