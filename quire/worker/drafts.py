@@ -7,9 +7,9 @@ then sampled as plain decoding would, and `accept` keeps tokens up to the first 
 depends on no draft.
 
 A device of its own need not be waited for to launch its next step, unless that step is to verify drafts, which are made
-from the tokens of the step before. So while drafts are not worth it, steps follow each other without a wait, tokens come
-late, and some rows' proposals are only compared with what was said; once these promise a gain, `wants_tokens` says that
-the next step has to wait for the one before. Must not know: how drafts are made.
+from the tokens of the step before. So while drafts are not worth it, steps follow each other without a wait, tokens
+come late, and some rows' proposals are only compared with what was said; once these promise a gain, `wants_tokens` says
+that the next step has to wait for the one before. Must not know: how drafts are made.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Drafts:
             self._draft_if_worth(names, most, *self._drafter)
 
     def _promises(self, names: list[str], most: int, lengths: DraftLengths) -> bool:
-        """Whether drafts would be worth waiting for tokens, by those of some rows: they come too late to be verified."""
+        """Whether drafts would be worth a wait for tokens, by those of some rows: they come too late to be verified."""
         first = self._turn % len(names)
         some = (names[first:] + names[:first])[:_COMPARED]
         self._turn += len(some)

@@ -71,7 +71,9 @@ class PendingStep:
     keeps: list[bool] | None = None  # [S]: where drafts were verified, the tokens up to the first that is no draft
     drafts: dict[str, list[int]] = field(default_factory=dict)
     verified: dict[str, int] = field(default_factory=dict)
-    follow: Callable[[], None] | None = None  # what its tokens lead to, where rows draft: to be called when they are there
+    follow: Callable[[], None] | None = (
+        None  # what its tokens lead to, where rows draft: to be called when they are there
+    )
     is_followed: bool = False
     is_passed: bool = False  # a later step was started before its tokens were looked at
 

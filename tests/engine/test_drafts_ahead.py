@@ -1,5 +1,5 @@
-"""Drafts on a device that computes by itself: steps that verify none are started before the tokens of the step before are
-there; whichever way steps take, tokens are those of plain decoding.
+"""Drafts on a device that computes by itself: steps that verify none are started before the tokens of the step before
+are there; whichever way steps take, tokens are those of plain decoding.
 
 The device is the CPU with a GPU's staged inputs (tests/worker/test_adapter_graphs.py): tokens are looked at as late.
 """
