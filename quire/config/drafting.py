@@ -26,7 +26,6 @@ HEAD_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS, "mtp", "custom_class")
 # Documented methods that this version refuses by name.
 UNBUILT = ("ngram_gpu", "dflash", "dspark", "extract_hidden_states")
-ON_DEVICES = ("ngram", "suffix", "custom_class")  # methods that need no arithmetic of the device
 MODEL_METHODS = ("draft_model", *HEAD_METHODS)  # those with a checkpoint of their own
 DRAFT_KEYS = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config")
 MOST_TOKENS = 128  # per row and step
@@ -209,9 +208,6 @@ def _check_model(config: "EngineConfig", method: str | None) -> None:
     reasons = {
         "pooling models generate nothing": model.is_pooling,
         "a recurrent state cannot be rolled back to before drafts": model.facts.has_states,
-        "drafters that are models run on CPU only in this version": (
-            method not in ON_DEVICES and config.device_config.device != "cpu"
-        ),
         "custom logits processors see one token of a row at a time": bool(model.logits_processors),
         "ranks measure costs by their own clocks, so they would differ": config.parallel_config.world_size > 1,
     }

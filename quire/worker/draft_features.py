@@ -102,7 +102,7 @@ class FeatureProposer:
         if not text.first <= start <= text.first + text.count:
             self._restart(request_id, text, start)
         text.cut_back(start)
-        text.states.append(states.clone())
+        text.states.append(states)
         self._since_bound += len(states)
         if self._since_bound >= self._most_tokens:
             self._since_bound = 0
@@ -153,8 +153,7 @@ class FeatureProposer:
     def _draft(self, names: list[str], count: int) -> dict[str, list[int]]:
         memory, tokens, model = self._memory, self._memory.rows.tokens, self._model
         lengths = [memory.length(name) for name in names]
-        rows = torch.tensor([memory.rows.row_of[name] for name in names])
-        places = torch.tensor(lengths)
+        rows, places = memory.places(names, lengths)
         self._catch_up(names, lengths)
         batch = memory.batch(names, lengths)
         states = model.forward(batch, self._unread(names)).index_select(0, batch.logit_index)

@@ -1,29 +1,27 @@
 """DraftModel (method draft_model): a smaller model of the same vocabulary says what the text goes on with.
 
-It reads every token that the text has and continues it greedily, all rows together, one token after another. What it
-has not seen (a prompt, tokens that it did not draft) it catches up on when it drafts next. Must not know: what
-verifies its drafts, or whether they are worth it.
+It reads every token that the text has and continues it greedily, all rows together, one token after another, by steps
+of a runner of its own, so that on a device each is launched before the one before it has ended. What it has not seen (a
+prompt, tokens that it did not draft) it catches up on when it drafts next. Must not know: what verifies its drafts, or
+whether they are worth it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from quire.drafting.proposer import MODEL_EVIDENCE, NOTHING, Proposal
-from quire.schema.step import NewRow
+from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.draft_memory import DraftMemory
-
-if TYPE_CHECKING:
-    from quire.models.build import Model
+from quire.worker.runner import ModelRunner
 
 
 class DraftModel:
-    def __init__(self, model: Model, memory: DraftMemory, max_num_batched_tokens: int) -> None:
-        self._model, self._memory, self._most_tokens = model, memory, max_num_batched_tokens
+    def __init__(self, runner: ModelRunner, memory: DraftMemory, max_num_batched_tokens: int) -> None:
+        """`runner`: of the draft model, over the rows of the memory; its sampler is told of no row, so it is greedy."""
+        self._runner, self._memory, self._most_tokens = runner, memory, max_num_batched_tokens
 
     def begin(self, new: NewRow) -> None:
         self._memory.begin(new)
@@ -50,20 +48,31 @@ class DraftModel:
 
     @torch.inference_mode()
     def _draft(self, names: list[str], count: int) -> dict[str, list[int]]:
-        memory, tokens = self._memory, self._memory.rows.tokens
+        memory = self._memory
         lengths = [memory.length(name) for name in names]
-        rows = torch.tensor([memory.rows.row_of[name] for name in names])
-        places = torch.tensor(lengths)
         for name, length in zip(names, lengths, strict=True):  # its last token is always computed: it says what follows
             memory.computed[name] = min(memory.computed[name], length - 1)
         self._catch_up(names, lengths)
-        best: list[Tensor] = []
         for i in range(count):
-            batch = memory.batch(names, [length + i for length in lengths])
-            hidden = self._model.forward(batch).index_select(0, batch.logit_index)
-            best.append(self._model.narrow_logits(hidden).argmax(-1))
-            tokens[rows, places + i] = best[-1].to(tokens.dtype)
-        return dict(zip(names, torch.stack(best, 1).tolist(), strict=True))
+            self._step(names, [length + i for length in lengths], samples=True)
+        rows, places = memory.places(names, lengths)
+        said = memory.rows.tokens[rows[:, None], places[:, None] + torch.arange(count, device=rows.device)].tolist()
+        drafts: dict[str, list[int]] = dict(zip(names, said, strict=True))
+        memory.drafted.update(drafts)
+        for name, length in zip(names, lengths, strict=True):  # drafts are no part of a text
+            memory.rows.lengths[memory.rows.row_of[name]] = length
+        return drafts
+
+    def _step(self, names: Sequence[str], ends: Sequence[int], *, samples: bool) -> None:
+        """Compute every text up to its end; the token that follows it is put there."""
+        computed = self._memory.computed
+        grants = [
+            Grant(name, computed[name], end - computed[name], samples, 0)
+            for name, end in zip(names, ends, strict=True)
+        ]  # fmt: skip
+        self._runner.forward(StepPlan(step=0, grants=tuple(grants)))
+        self._runner.sample(0, None)
+        computed.update(zip(names, ends, strict=True))
 
     def _catch_up(self, names: list[str], lengths: list[int]) -> None:
         """Compute what is missing in steps of a bounded size, until one more step holds all that is left."""
@@ -76,4 +85,4 @@ class DraftModel:
                     part.append(name)
                     ends.append(computed[name] + share)
                     left -= share
-            self._model.forward(self._memory.batch(part, ends))
+            self._step(part, ends, samples=False)

@@ -20,7 +20,7 @@ from quire.drafting.proposer import METHODS, NOTHING, ModelProposer, Proposal, P
 from quire.schema.errors import ConfigError
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
-from quire.worker.drafts import Drafts, ReadsStates, used_processor
+from quire.worker.drafts import Drafts, ReadsStates, timer_of, used_processor
 
 if TYPE_CHECKING:
     from quire.worker.drafters import Drafter
@@ -38,7 +38,7 @@ def draft_as_configured(
     """`drafter`: the model of methods that have one."""
     most = config.num_speculative_tokens or 0
     proposer = make_proposer(config) if drafter is None else drafter.proposer(runner.kv.layout, max_model_len)
-    inner = None if drafter is None else drafter.inner_states(runner.model)
+    inner = None if drafter is None else drafter.inner_states()
     if not config.adaptive:
         _start(runner, Drafts(proposer, runner.rows, most), inner)
         return
@@ -46,17 +46,18 @@ def draft_as_configured(
     seconds = measure(runner, lengths, most, max_model_len)
     priced = None
     if isinstance(proposer, ModelProposer):
-        priced = proposer, DraftBudget(lengths, probe_drafter(proposer) / max(1e-9, seconds[0]))
+        timer = timer_of(runner.rows.tokens.device)
+        priced = proposer, DraftBudget(lengths, probe_drafter(proposer, timer) / max(1e-9, seconds[0]))
     _start(runner, Drafts(proposer, runner.rows, most, lengths, priced), inner)
 
 
-def _start(runner: ModelRunner, drafts: Drafts, inner: Callable[[], Tensor] | None) -> None:
+def _start(runner: ModelRunner, drafts: Drafts, inner: Callable[[int], Tensor] | None) -> None:
     drafts.inner_states = inner
     runner.draft_with(drafts)
 
 
-def probe_drafter(proposer: ModelProposer) -> float:
-    """Processor seconds of one pass for one row."""
+def probe_drafter(proposer: ModelProposer, timer: Callable[[], float]) -> float:
+    """Seconds of one pass for one row."""
     row = NewRow(
         request_id="probe", epoch=0, token_ids=(0,), num_prompt_tokens=1, params=ResolvedParams(), seed=0
     )  # fmt: skip
@@ -66,9 +67,9 @@ def probe_drafter(proposer: ModelProposer) -> float:
         if isinstance(proposer, ReadsStates):
             proposer.read("probe", i, proposer.a_state())
         proposer.extend("probe", [0])
-        began = used_processor()
+        began = timer()
         proposer.propose(["probe"], 2)
-        seconds.append((used_processor() - began) / 2)
+        seconds.append((timer() - began) / 2)
     proposer.end("probe")
     return min(seconds)
 

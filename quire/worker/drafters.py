@@ -14,20 +14,25 @@ from torch import Tensor
 
 from quire.base.log import logger
 from quire.config.engine import replace
+from quire.config.kernels import CUDAGraphMode
 from quire.drafting.proposer import Proposer
 from quire.loader.drafters import HeadDrafter, make_head
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, Tap
 from quire.models.draft_heads import MedusaHeads, MlpSpeculator
 from quire.models.draft_layers import FeatureDrafter
 from quire.ops.op import Kernels
 from quire.quant.shard import ALONE
+from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec
+from quire.worker.capture import Capturer
 from quire.worker.draft_features import FeatureProposer
 from quire.worker.draft_heads import HeadProposer
 from quire.worker.draft_memory import DraftMemory
 from quire.worker.draft_model import DraftModel
+from quire.worker.graphs import DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import BindsKV
 from quire.worker.kv_scales import kv_dtype_of
+from quire.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -41,10 +46,11 @@ class Drafter:
     """A loaded drafter: a draft model, or a head that reads the hidden states of the model."""
 
     def __init__(
-        self, model: Model | HeadDrafter, config: EngineConfig, parts: WorkerParts, device: torch.device
+        self, model: Model | HeadDrafter, config: EngineConfig, parts: WorkerParts, target: Model, device: torch.device
     ) -> None:
-        """`config`: the drafter's own; of method mtp that of the model."""
+        """`config`: the drafter's own; of method mtp that of the model. `target`: the model that is drafted for."""
         self.model, self._config, self._parts, self._device = model, config, parts, device
+        self._taps = self._tap(target)
         self.specs: tuple[KVSpec, ...] = ()
         if not isinstance(model, MedusaHeads | MlpSpeculator):
             self.specs = tuple(model.kv_specs(config.cache_config.block_size, kv_dtype_of(config)))
@@ -66,19 +72,40 @@ class Drafter:
         memory = self._memory(self.model, layout, max_model_len)
         if isinstance(self.model, FeatureDrafter):
             return FeatureProposer(self.model, memory, most_tokens)
-        return DraftModel(self.model, memory, most_tokens)
+        return DraftModel(self._runner(self.model, memory), memory, most_tokens)
 
-    def inner_states(self, model: Model) -> Callable[[], Tensor] | None:
-        """What the drafter reads of the model's inside, of its latest step; None: nothing."""
+    def inner_states(self) -> Callable[[int], Tensor] | None:
+        """What the drafter reads of the model's inside, of its latest step's first tokens; None: nothing."""
+        taps = self._taps
+        return (lambda count: torch.cat([tap.read(count) for tap in taps], -1)) if taps else None
+
+    def _tap(self, target: Model) -> list[Tap]:
+        """Before graphs of the model are captured: they leave what is read in memory of ours."""
         if not isinstance(self.model, FeatureDrafter) or not self.model.taps:
-            return None
-        assert isinstance(model, Decoder)  # others have no such drafter
-        taps = model.tap(self.model.taps)
+            return []
+        assert isinstance(target, Decoder)  # others have no such drafter
+        taps = target.tap(self.model.taps)
+        if self._device.type != "cpu":
+            most = max(self._config.scheduler_config.max_num_batched_tokens, self._config.scheduler_config.max_num_seqs)
+            storage = self.model.storage
+            for tap in taps:
+                tap.buffer = torch.zeros((most, target.arch.width), dtype=storage.dtype, device=self._device)
+        return taps
 
-        def states() -> Tensor:
-            return torch.cat([tap.state for tap in taps if tap.state is not None], -1)
-
-        return states
+    def _runner(self, model: Model, memory: DraftMemory) -> ModelRunner:
+        """For a draft model: its steps of one token for each row are captured, as those of a model are."""
+        config, rows = self._config, memory.rows
+        sampler = Sampler(config, model.arch.vocab, rows.tokens)
+        runner = ModelRunner(model, rows, sampler, memory.backend, kv=memory.kv, inputs=memory.inputs)
+        sizes = config.compilation_config.cudagraph_capture_sizes or ()
+        mode = CUDAGraphMode[config.compilation_config.cudagraph_mode or "NONE"]
+        if memory.inputs is not None and model.captures and sizes and mode.decode_mode() is CUDAGraphMode.FULL:
+            runner.graphs = DecodeGraphs(
+                useful_sizes(sizes, rows.max_rows), model, memory.backend, memory.inputs, sampler.plain,
+                Capturer(self._device), max_context=memory.max_len,
+            )  # fmt: skip
+            runner.graphs.capture()
+        return runner
 
     def _memory(self, model: BindsKV, layout: KVLayout, max_model_len: int) -> DraftMemory:
         config, theirs = self._config, max(1, _token_bytes(layout.specs))
@@ -91,7 +118,8 @@ class Drafter:
         _log.info("Drafter: %d KV blocks, %.2f GiB", num_blocks, num_blocks * block_bytes / 2**30)
         backend = self._parts.select_backend(self._device.type, self.specs, config.attention_config.backend)
         return DraftMemory(
-            model, self.specs, backend, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len, device=self._device,
+            model, self.specs, backend, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len,
+            max_tokens=config.scheduler_config.max_num_batched_tokens, device=self._device,
         )  # fmt: skip
 
 
@@ -117,4 +145,4 @@ def load_drafter(config: EngineConfig, kernels: Kernels, parts: WorkerParts, tar
     else:
         model = make_head(speculative.method or "", own, target, kernels)
     parts.reload_weights(model, own)
-    return Drafter(model, own, parts, kernels.device)
+    return Drafter(model, own, parts, target, kernels.device)

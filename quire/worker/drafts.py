@@ -21,8 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from quire.base.clock import now
 from quire.schema.step import Grant, Mask, StepPlan
 from quire.worker.rows import Rows
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 
 _COMPARED = 16  # rows of a step whose drafts are only compared
+_COPIED_AT_ONCE = 512  # states of a step that rows may share: each keeps all of them alive
 
 
 @runtime_checkable
@@ -44,8 +47,8 @@ class ReadsStates(Protocol):
         """[1, width] zeros, as `read` takes them."""
 
     def read(self, request_id: str, start: int, states: Tensor) -> None:
-        """A row has computed these [n, width], from this position on, those of wrong drafts included. Tokens that
-        were kept follow with `extend`, if the row sampled."""
+        """A row has computed these [n, width], from this position on, those of wrong drafts included: a copy, which
+        may be kept. Tokens that were kept follow with `extend`, if the row sampled."""
 
 
 class Drafts:
@@ -61,13 +64,15 @@ class Drafts:
         if it has to be worth its own cost too."""
         self._proposer, self._rows, self._most = proposer, rows, most
         self.reader: ReadsStates | None = proposer if isinstance(proposer, ReadsStates) else None
-        self.inner_states: Callable[[], Tensor] | None = None  # what the reader wants of a step; None: what it gives
+        # of a step's first tokens what the reader wants of the model's inside; None: what the step gives
+        self.inner_states: Callable[[int], Tensor] | None = None
         self.lengths, self._drafter = lengths, drafter
         self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
         self.lock = threading.Lock()  # of whoever starts a step or looks at the tokens of one
         self.wants_tokens = True  # whether the next step should wait for the tokens of the one before
         self._epochs: dict[str, int] = {}
         self._turn = 0  # which rows are compared next
+        self._timer = timer_of(rows.tokens.device)
         self._began = 0.0
 
     def follow(self, plan: StepPlan) -> None:
@@ -91,7 +96,7 @@ class Drafts:
 
     def resolve(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
         """The grants with the starts, counts and numbers of drafts that are true."""
-        self._began = used_processor()
+        self._began = self._timer()
         written: list[tuple[int, int, int]] = []
         resolved = tuple([self._resolve(grant, written) for grant in grants])
         if written:
@@ -133,15 +138,19 @@ class Drafts:
 
     def read(self, shape: StepShape, hidden: Tensor, reader: ReadsStates) -> None:
         """What a step computed, before it is known what its rows said."""
-        states = hidden if self.inner_states is None else self.inner_states()
+        num_tokens = int(shape.ends[-1])
+        states = hidden[:num_tokens] if self.inner_states is None else self.inner_states(num_tokens)
+        is_small = num_tokens <= _COPIED_AT_ONCE
+        states = states.clone() if is_small else states
         for row, start, count, end in zip(*map(np.ndarray.tolist, _spans(shape)), strict=True):
-            reader.read(self._rows.request_of[row], start, states[end - count : end])
+            own = states[end - count : end]
+            reader.read(self._rows.request_of[row], start, own if is_small else own.clone())
 
     def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool, late: bool = False) -> None:
         """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too. `late`:
         that next step was started before."""
         names, lengths, most = list(sampled), self.lengths, self._most
-        seconds = used_processor() - self._began
+        seconds = self._timer() - self._began
         if lengths is not None:
             if not prompts and not lengths.costs.is_fixed:
                 lengths.costs.learn(num_tokens, seconds)
@@ -174,6 +183,9 @@ class Drafts:
 
     def _promises(self, names: list[str], most: int, lengths: DraftLengths) -> bool:
         """Whether drafts would be worth a wait for tokens, by those of some rows: they come too late to be verified."""
+        if self._drafter is not None:
+            proposer, budget = self._drafter
+            return budget.promises(names, proposer.behind)
         first = self._turn % len(names)
         some = (names[first:] + names[:first])[:_COMPARED]
         self._turn += len(some)
@@ -185,10 +197,10 @@ class Drafts:
         if not names:
             return
         is_usual = all((proposer.behind(name) or 0) <= 2 for name in names)
-        began = used_processor()
+        began = self._timer()
         proposals = proposer.propose(names, min(count, most))
         if is_usual:
-            budget.learn_drafting(len(names), min(count, most), used_processor() - began)
+            budget.learn_drafting(len(names), min(count, most), self._timer() - began)
         self._take(names, proposals, num_rows, most)
 
     def _take(self, names: list[str], proposals: Sequence[Proposal], num_rows: int, most: int) -> None:
@@ -201,6 +213,11 @@ class Drafts:
 
 def _spans(shape: StepShape) -> tuple[np.ndarray, ...]:
     return shape.rows, shape.starts, shape.counts, shape.ends
+
+
+def timer_of(device: torch.device) -> Callable[[], float]:
+    """What steps and drafts take is compared by: the processor's time where that computes, else the clock."""
+    return used_processor if device.type == "cpu" else now
 
 
 def used_processor() -> float:

@@ -267,6 +267,8 @@ class ModelRunner:
             inputs.send_decode(shape, bucket)
             replayed = graphs.replay(bucket)
             flight.logits = replayed.logits[: len(shape.rows)]
+            if self.drafts is not None and self.drafts.reader is not None:
+                flight.hidden = replayed.hidden[: len(shape.rows)]
             if need is not None:
                 flight.pending = self._take(flight, replayed.result)
         elif self.mixed is not None and not measures and (step := self.mixed.send(shape)) is not None:

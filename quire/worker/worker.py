@@ -219,10 +219,11 @@ class Worker:
             parallel = self.config.parallel_config
             num_workers = self.group.world_size // parallel.nnodes * parallel.num_engines_here
             total = kv_bytes(configured, num_workers=num_workers)
-            return total if self._drafter is None else self._drafter.leave(total, self._specs)
-        if configured is not None or not self._specs:  # without specs nothing is kept between steps
-            return configured or 0
-        return self._gpu_bytes()
+        elif configured is not None or not self._specs:  # without specs nothing is kept between steps
+            total = configured or 0
+        else:
+            total = self._gpu_bytes()
+        return total if self._drafter is None else self._drafter.leave(total, self._specs)
 
     def _gpu_bytes(self) -> int:
         """Measured by running the largest step before there is a KV cache."""
@@ -237,11 +238,12 @@ class Worker:
             if mixed:
                 graphs = max(graphs, peak(self.device, partial(trial.mixed_graph, mixed[-1])))
             self._laps.mark("captured steps")
+        num_graphs = len(sizes) * (1 if self._drafter is None else 2) + len(mixed) + len(self._adapter_sizes())
         budget = measure(
             self.device,
             others=self._others,
             step=largest,
-            graphs=graphs + PER_GRAPH * (len(sizes) + len(mixed) + len(self._adapter_sizes())),
+            graphs=graphs + PER_GRAPH * num_graphs,
             static=8 * (step.max_num_seqs + 1) * (length + 1),  # tokens of all rows, and their tables
             share=self.config.cache_config.gpu_memory_utilization,
         )

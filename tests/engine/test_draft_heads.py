@@ -144,8 +144,8 @@ class ForcedDrafter:
         self.forced = Forced(self._kind, self._kind.drafter.proposer(layout, length), self._share)
         return self.forced
 
-    def inner_states(self, model: Any) -> Any:
-        return self._kind.drafter.inner_states(model)
+    def inner_states(self) -> Any:
+        return self._kind.drafter.inner_states()
 
 
 def make_engine(folder: Path) -> Engine:
