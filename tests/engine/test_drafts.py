@@ -78,7 +78,7 @@ class Engine:
     def __init__(self, model: str, **options: Any) -> None:
         args = EngineArgs(
             **({"model": model} if model else {}), max_model_len=LENGTH, max_num_seqs=8, max_num_batched_tokens=64,
-            block_size=16, device="cpu", **options,
+            block_size=16, **options,
         )  # fmt: skip
         self.config = args.create_engine_config()
         self.executor = InProcessExecutor(self.config)
