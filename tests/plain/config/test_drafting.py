@@ -222,7 +222,6 @@ def test_keys_of_draft_models(resolve: Any, speculative: dict[str, Any], words: 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device": "cuda"}, "verified on CPU only"),
         ({"model": MAMBA}, "recurrent state cannot be rolled back"),
         ({"logits_processors": ["a.b:C"]}, "custom logits processors"),
         ({"runner": "pooling"}, "pooling models generate nothing"),
