@@ -56,8 +56,8 @@ class DraftModel:
         for i in range(count):
             self._step(names, [length + i for length in lengths], samples=True)
         rows, places = memory.places(names, lengths)
-        said = memory.rows.tokens[rows[:, None], places[:, None] + torch.arange(count, device=rows.device)].tolist()
-        drafts: dict[str, list[int]] = dict(zip(names, said, strict=True))
+        tokens = memory.rows.tokens[rows[:, None], places[:, None] + torch.arange(count, device=rows.device)].tolist()
+        drafts: dict[str, list[int]] = dict(zip(names, tokens, strict=True))
         memory.drafted.update(drafts)
         for name, length in zip(names, lengths, strict=True):  # drafts are no part of a text
             memory.rows.lengths[memory.rows.row_of[name]] = length
