@@ -384,17 +384,23 @@ class ModelRunner:
             if pending.is_followed:
                 return
             pending.is_followed = True
-            tokens, grants = pending.token_ids.tolist(), flight.plan.grants
-            if pending.verified:
-                pending.keeps = drafts.accept(flight.plan, flight.sample_grants, tokens, mask)
-            keeps = pending.keeps or [True] * len(tokens)
+            tokens, grants = pending.token_ids.tolist(), [flight.plan.grants[i] for i in flight.sample_grants]
             sampled: dict[str, list[int]] = {}
-            for index, token, keep in zip(flight.sample_grants, tokens, keeps, strict=True):
-                if keep and drafts.is_current(grants[index]):
-                    sampled.setdefault(grants[index].request_id, []).append(token)
+            if not pending.verified:
+                sampled = {
+                    grant.request_id: [token]
+                    for grant, token in zip(grants, tokens, strict=True)
+                    if drafts.is_current(grant)
+                }
+            else:
+                pending.keeps = drafts.accept(flight.plan, flight.sample_grants, tokens, mask)
+                for grant, token, keep in zip(grants, tokens, pending.keeps, strict=True):
+                    if keep and drafts.is_current(grant):
+                        sampled.setdefault(grant.request_id, []).append(token)
             num_tokens = int(flight.shape.ends[-1])
             drafts.advance(sampled, num_tokens, prompts=num_tokens > len(tokens), late=pending.is_passed)
-            pending.drafts = {name: drafts.of.get(name, []) for name in sampled}
+            if drafts.of:
+                pending.drafts = {name: drafts.of[name] for name in sampled if name in drafts.of}
 
     def _logits(self, flight: _Flight) -> Tensor:
         """[S, V] of the positions that sample."""
