@@ -334,7 +334,8 @@ class ModelRunner:
         pending.seconds = flight.seconds + now() - began
         if self.drafts is not None:
             if self.drafts.reader is not None and flight.hidden is not None:
-                self.drafts.read(flight.shape, flight.hidden, self.drafts.reader)
+                with self.drafts.lock:
+                    self.drafts.read(flight.shape, flight.hidden, self.drafts.reader)
             if pending.token_ids is not None:
                 self._draft_after(flight, mask, pending, self.drafts)
         return pending
