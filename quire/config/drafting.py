@@ -8,7 +8,7 @@ Must not know: how a method drafts (quire/drafting), or anything about a checkpo
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire.base.log import logger
 from quire.config.memory import LoadConfig
@@ -78,6 +78,10 @@ class SpeculativeConfig(Group):
     suffix_decoding_min_token_prob: float = option(
         0.1, "Least frequency of what suffix decoding drafts.", flat=False, low=0, high=1
     )
+    draft_sample_method: Literal["greedy", "probabilistic"] = option(
+        "greedy", "How a drafter's tokens are chosen; probabilistic: for requests that draw, from its distributions. That "
+        "changes what they draw, not how it is distributed.", flat=False,
+    )  # fmt: skip
     adaptive: bool = option(
         True, "Verify as many drafts as are worth it, by acceptance and measured cost; False: all.", flat=False
     )
@@ -186,6 +190,11 @@ def _check_draft_keys(speculative: SpeculativeConfig, method: str) -> None:
         value = getattr(speculative, key)
         if value is not None and method not in MODEL_METHODS:
             raise _wrong(f"{key}={value!r} is for draft models, and method {method!r} has none")
+    if speculative.draft_sample_method != "greedy" and method not in (*MODEL_METHODS, "mtp"):
+        raise _wrong(
+            f"draft_sample_method={speculative.draft_sample_method!r} needs a drafter with distributions, and method "
+            f"{method!r} has none"
+        )
     size = speculative.draft_tensor_parallel_size
     if size not in (None, 1):
         raise _wrong(f"draft_tensor_parallel_size={size}: a draft model is computed by one rank in this version")

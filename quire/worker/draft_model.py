@@ -1,6 +1,6 @@
 """DraftModel (method draft_model): a smaller model of the same vocabulary says what the text goes on with.
 
-It reads every token that the text has and continues it greedily, all rows together, one token after another. What it
+It reads every token that the text has and continues it, all rows together, one token after another. What it
 has not seen (a prompt, tokens that it did not draft) it catches up on when it drafts next. Must not know: what
 verifies its drafts, or whether they are worth it.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.drafting.proposer import MODEL_EVIDENCE, NOTHING, Proposal
 from quire.schema.step import NewRow
+from quire.worker.draft_choice import DraftChoice
 from quire.worker.draft_memory import DraftMemory
 
 if TYPE_CHECKING:
@@ -22,17 +23,20 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    def __init__(self, model: Model, memory: DraftMemory, max_num_batched_tokens: int) -> None:
+    def __init__(self, model: Model, memory: DraftMemory, max_num_batched_tokens: int, choice: DraftChoice) -> None:
         self._model, self._memory, self._most_tokens = model, memory, max_num_batched_tokens
+        self.choice = choice
 
     def begin(self, new: NewRow) -> None:
         self._memory.begin(new)
+        self.choice.begin(new)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._memory.extend(request_id, token_ids)
 
     def end(self, request_id: str) -> None:
         self._memory.end(request_id)
+        self.choice.end(request_id)
 
     def behind(self, request_id: str) -> int | None:
         """Tokens of the text that it has to compute before it drafts; None: nothing can be drafted for it."""
@@ -57,13 +61,14 @@ class DraftModel:
         for name, length in zip(names, lengths, strict=True):  # its last token is always computed: it says what follows
             memory.computed[name] = min(memory.computed[name], length - 1)
         self._catch_up(names, lengths)
-        best: list[Tensor] = []
+        chosen: list[Tensor] = []
+        choose = self.choice.of(names, lengths)
         for i in range(count):
             batch = memory.batch(names, [length + i for length in lengths])
             hidden = self._model.forward(batch).index_select(0, batch.logit_index)
-            best.append(self._model.narrow_logits(hidden).argmax(-1))
-            tokens[rows, places + i] = best[-1].to(tokens.dtype)
-        return dict(zip(names, torch.stack(best, 1).tolist(), strict=True))
+            chosen.append(choose(self._model.narrow_logits(hidden), None))
+            tokens[rows, places + i] = chosen[-1].to(tokens.dtype)
+        return dict(zip(names, torch.stack(chosen, 1).tolist(), strict=True))
 
     def _catch_up(self, names: list[str], lengths: list[int]) -> None:
         """Compute what is missing in steps of a bounded size, until one more step holds all that is left."""

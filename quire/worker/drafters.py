@@ -22,6 +22,7 @@ from quire.models.draft_layers import FeatureDrafter
 from quire.ops.op import Kernels
 from quire.quant.shard import ALONE
 from quire.schema.kv import KVLayout, KVSpec
+from quire.worker.draft_choice import DraftChoice, DrawnChoice
 from quire.worker.draft_features import FeatureProposer
 from quire.worker.draft_heads import HeadProposer
 from quire.worker.draft_memory import DraftMemory
@@ -41,10 +42,18 @@ class Drafter:
     """A loaded drafter: a draft model, or a head that reads the hidden states of the model."""
 
     def __init__(
-        self, model: Model | HeadDrafter, config: EngineConfig, parts: WorkerParts, device: torch.device
+        self,
+        model: Model | HeadDrafter,
+        config: EngineConfig,
+        parts: WorkerParts,
+        device: torch.device,
+        *,
+        drawn_vocab: int = 0,
     ) -> None:
-        """`config`: the drafter's own; of method mtp that of the model."""
+        """`config`: the drafter's own; of method mtp that of the model. `drawn_vocab`: tokens of the model, if drafts
+        are drawn from distributions over them; 0: they are the best."""
         self.model, self._config, self._parts, self._device = model, config, parts, device
+        self._drawn_vocab = drawn_vocab
         self.specs: tuple[KVSpec, ...] = ()
         if not isinstance(model, MedusaHeads | MlpSpeculator):
             self.specs = tuple(model.kv_specs(config.cache_config.block_size, kv_dtype_of(config)))
@@ -61,12 +70,15 @@ class Drafter:
     def proposer(self, layout: KVLayout, max_model_len: int) -> Proposer:
         """`layout`: of the model that is drafted for, whose KV memory ours is measured by."""
         if isinstance(self.model, MedusaHeads | MlpSpeculator):
-            return HeadProposer(self.model)
+            return HeadProposer(self.model, self._choice())
         most_tokens = self._config.scheduler_config.max_num_batched_tokens
         memory = self._memory(self.model, layout, max_model_len)
         if isinstance(self.model, FeatureDrafter):
-            return FeatureProposer(self.model, memory, most_tokens)
-        return DraftModel(self.model, memory, most_tokens)
+            return FeatureProposer(self.model, memory, most_tokens, self._choice())
+        return DraftModel(self.model, memory, most_tokens, self._choice())
+
+    def _choice(self) -> DraftChoice:
+        return DrawnChoice(self._drawn_vocab) if self._drawn_vocab else DraftChoice()
 
     def inner_states(self, model: Model) -> Callable[[], Tensor] | None:
         """What the drafter reads of the model's inside, of its latest step; None: nothing."""
@@ -117,4 +129,5 @@ def load_drafter(config: EngineConfig, kernels: Kernels, parts: WorkerParts, tar
     else:
         model = make_head(speculative.method or "", own, target, kernels)
     parts.reload_weights(model, own)
-    return Drafter(model, own, parts, kernels.device)
+    drawn_vocab = target.arch.vocab if speculative.draft_sample_method == "probabilistic" else 0
+    return Drafter(model, own, parts, kernels.device, drawn_vocab=drawn_vocab)

@@ -4,7 +4,8 @@ them were right.
 The row knows how far it is; a plan knows how far it can be (schema/step.py). `resolve` turns the one into the other
 and writes the drafts behind the row's last token, where the forward pass and the sampler read them. Every position is
 then sampled as plain decoding would, and `accept` keeps tokens up to the first that is not the draft: so an answer
-depends on no draft. Only for a worker whose results are there at once: on a device of its own, lengths would have to
+depends on no draft. (Where drafts are drawn from distributions, the rejection rule samples their positions instead, and
+answers are only distributed as without them.) Only for a worker whose results are there at once: on a device of its own, lengths would have to
 stay on it. Must not know: how drafts are made.
 """
 
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor
 
 from quire.schema.step import Grant, Mask, StepPlan
+from quire.worker.draft_choice import DraftChoice
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
+    from quire.sampling.rejection import DrawnDrafts
     from quire.drafting.budget import DraftBudget
     from quire.drafting.lengths import DraftLengths
     from quire.drafting.proposer import ModelProposer, Proposal, Proposer
@@ -41,6 +44,13 @@ class ReadsStates(Protocol):
         were kept follow with `extend`, if the row sampled."""
 
 
+@runtime_checkable
+class DrawsDrafts(Protocol):
+    """A proposer whose drafts may be drawn."""
+
+    choice: DraftChoice
+
+
 class Drafts:
     def __init__(
         self,
@@ -56,20 +66,22 @@ class Drafts:
         self.reader: ReadsStates | None = proposer if isinstance(proposer, ReadsStates) else None
         self.inner_states: Callable[[], Tensor] | None = None  # what the reader wants of a step; None: what it gives
         self.lengths, self._drafter = lengths, drafter
+        self._choice = proposer.choice if isinstance(proposer, DrawsDrafts) else None
         self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
+        self._drawn_from: dict[str, Tensor] = {}  # and what that was drawn from, if it was
         self._began = 0.0
 
     def follow(self, plan: StepPlan) -> None:
         """Rows that come and go with this plan."""
         for request_id in plan.left:
             self._proposer.end(request_id)
-            self.of.pop(request_id, None)
+            self._drop(request_id)
             if self.lengths is not None:
                 self.lengths.end(request_id)
             if self._drafter is not None:
                 self._drafter[1].end(request_id)
         for new in plan.joined:
-            self.of.pop(new.request_id, None)
+            self._drop(new.request_id)
             self._proposer.begin(new)
 
     def resolve(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
@@ -128,7 +140,7 @@ class Drafts:
             self._proposer.extend(name, token_ids)
             if lengths is not None:
                 lengths.observe(name, token_ids)
-            self.of.pop(name, None)
+            self._drop(name)
         if not most or not names:
             return
         if self._drafter is None:
@@ -159,6 +171,29 @@ class Drafts:
         for name, proposal, count in zip(names, proposals, counts, strict=True):
             if count and proposal.token_ids:
                 self.of[name] = list(proposal.token_ids[:count])
+                if self._choice is not None and (drawn_from := self._choice.drawn_from(name)) is not None:
+                    self._drawn_from[name] = drawn_from[:count]
+
+    def _drop(self, request_id: str) -> None:
+        self.of.pop(request_id, None)
+        self._drawn_from.pop(request_id, None)
+
+    def drawn(self, grants: Sequence[Grant], sample_grants: list[int]) -> DrawnDrafts | None:
+        """Those of a step that were drawn."""
+        if not self._drawn_from:
+            return None
+        from quire.sampling.rejection import DrawnDrafts  # lazy
+
+        places, token_ids, shares, at = list[int](), list[int](), list[Tensor](), 0
+        while at < len(sample_grants):
+            grant = grants[sample_grants[at]]
+            drawn_from, count = self._drawn_from.get(grant.request_id), grant.num_drafts
+            if drawn_from is not None and count:
+                places += range(at, at + count)
+                token_ids += self.of[grant.request_id][:count]
+                shares.append(drawn_from[:count])
+            at += count + 1
+        return DrawnDrafts(torch.tensor(places), torch.tensor(token_ids), torch.cat(shares)) if shares else None
 
 
 def _spans(shape: StepShape) -> tuple[np.ndarray, ...]:

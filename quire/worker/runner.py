@@ -319,7 +319,10 @@ class ModelRunner:
         logits = flight.logits
         if logits is None:
             logits = self._logits(flight)
-        if mask is not None or not self.sampler.takes_any_dtype(flight.sample_rows):
+        drawn = None
+        if self.drafts is not None and flight.shape.num_sampled is not None:
+            drawn = self.drafts.drawn(flight.plan.grants, flight.sample_grants)
+        if mask is not None or drawn is not None or not self.sampler.takes_any_dtype(flight.sample_rows):
             logits = logits.float()
         sampled = self.sampler(
             logits,
@@ -327,6 +330,7 @@ class ModelRunner:
             flight.sample_positions,
             num_rows=self.rows.num_rows,
             mask=_mask_of(mask, flight.sample_grants, logits) if mask is not None else None,
+            drafts=drawn,
         )
         pending.token_ids, pending.scores = self._download(sampled.token_ids), self._download(sampled.scores)
         pending.logprobs = [(ask, picked.on_host()) for ask, picked in sampled.logprobs]
