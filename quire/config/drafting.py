@@ -96,8 +96,9 @@ class SpeculativeConfig(Group):
         flat=False, low=1,
     )  # fmt: skip
     draft_tensor_parallel_size: int | None = option(
-        None, "Ranks that share the draft model: 1, as drafts are not built for several.", flat=False, low=1
-    )
+        None, "Ranks that share the drafter: those of the model (unset), or 1: each of them has all of it.", flat=False,
+        low=1,
+    )  # fmt: skip
     draft_load_config: dict[str, Any] | None = option(
         None, "How the draft model's weights are read, as a mapping of load options.", flat=False
     )
@@ -138,7 +139,7 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most}
     if method == "ngram":
         changes |= _lookup(speculative)
-    _check_draft_keys(speculative, method)
+    _check_draft_keys(speculative, method, config.parallel_config.tensor_parallel_size)
     speculative = replace(speculative, **changes)
     log.info("Speculative decoding: %s, up to %d tokens per step", method, most)
     return replace(config, speculative_config=speculative, spec_method=None, spec_model=None, spec_tokens=None)
@@ -185,7 +186,7 @@ def _method(speculative: SpeculativeConfig) -> str | None:
     return method
 
 
-def _check_draft_keys(speculative: SpeculativeConfig, method: str) -> None:
+def _check_draft_keys(speculative: SpeculativeConfig, method: str, num_ranks: int) -> None:
     for key in DRAFT_KEYS:
         value = getattr(speculative, key)
         if value is not None and method not in MODEL_METHODS:
@@ -196,8 +197,8 @@ def _check_draft_keys(speculative: SpeculativeConfig, method: str) -> None:
             f"{method!r} has none"
         )
     size = speculative.draft_tensor_parallel_size
-    if size not in (None, 1):
-        raise _wrong(f"draft_tensor_parallel_size={size}: a draft model is computed by one rank in this version")
+    if size not in (None, 1, num_ranks):
+        raise _wrong(f"draft_tensor_parallel_size={size}: it may be 1 or that of the model, which is {num_ranks}")
 
 
 def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:
@@ -213,13 +214,14 @@ def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:
 
 def _check_model(config: "EngineConfig", method: str | None) -> None:
     """NotBuiltError: this model, or an option, and drafts exclude each other."""
-    model = config.model_config
+    model, parallel = config.model_config, config.parallel_config
     reasons = {
         "pooling models generate nothing": model.is_pooling,
-        "a recurrent state cannot be rolled back to before drafts": model.facts.has_states,
         "drafts are verified on CPU only in this version": config.device_config.device != "cpu",
         "custom logits processors see one token of a row at a time": bool(model.logits_processors),
-        "ranks measure costs by their own clocks, so they would differ": config.parallel_config.world_size > 1,
+        "a class of yours may draft otherwise on each rank": method == "custom_class" and parallel.world_size > 1,
+        "drafts are not built for ranks that a launcher starts": parallel.world_size > 1
+        and parallel.distributed_executor_backend == "external_launcher",
     }
     for reason, applies in reasons.items():
         if applies:

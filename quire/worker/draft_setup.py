@@ -19,7 +19,7 @@ from quire.drafting.proposer import METHODS, NOTHING, ModelProposer, Proposal, P
 from quire.schema.errors import ConfigError
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
-from quire.worker.drafts import Drafts, ReadsStates, used_processor
+from quire.worker.drafts import Drafts, ProcessorClock, ReadsStates
 
 if TYPE_CHECKING:
     from quire.worker.drafters import Drafter
@@ -31,9 +31,14 @@ _PROBE_SECONDS = 2.0  # after which the larger sizes are estimated
 
 
 def draft_as_configured(
-    runner: ModelRunner, config: SpeculativeConfig, max_model_len: int, drafter: Drafter | None = None
+    runner: ModelRunner,
+    config: SpeculativeConfig,
+    max_model_len: int,
+    drafter: Drafter | None = None,
+    clock: ProcessorClock | None = None,
 ) -> None:
-    """`drafter`: the model of methods that have one."""
+    """`drafter`: the model of methods that have one. `clock`: of all ranks; None: there is one."""
+    clock = clock or ProcessorClock()
     most = config.num_speculative_tokens or 0
     proposer = make_proposer(config) if drafter is None else drafter.proposer(runner.kv.layout, max_model_len)
     inner = None if drafter is None else drafter.inner_states(runner.model)
@@ -41,12 +46,12 @@ def draft_as_configured(
         _start(runner, Drafts(proposer, runner.rows, most), inner)
         return
     lengths = DraftLengths(config)
-    seconds = probe(runner, most, max_model_len)
+    seconds = probe(runner, most, max_model_len, clock)
     lengths.costs.probed(seconds)
     priced = None
     if isinstance(proposer, ModelProposer):
-        priced = proposer, DraftBudget(lengths, probe_drafter(proposer) / max(1e-9, seconds[0]))
-    _start(runner, Drafts(proposer, runner.rows, most, lengths, priced), inner)
+        priced = proposer, DraftBudget(lengths, probe_drafter(proposer, clock) / max(1e-9, seconds[0]))
+    _start(runner, Drafts(proposer, runner.rows, most, lengths, priced, clock), inner)
 
 
 def _start(runner: ModelRunner, drafts: Drafts, inner: Callable[[], Tensor] | None) -> None:
@@ -54,7 +59,7 @@ def _start(runner: ModelRunner, drafts: Drafts, inner: Callable[[], Tensor] | No
     runner.draft_with(drafts)
 
 
-def probe_drafter(proposer: ModelProposer) -> float:
+def probe_drafter(proposer: ModelProposer, clock: ProcessorClock) -> float:
     """Processor seconds of one pass for one row."""
     row = NewRow(
         request_id="probe", epoch=0, token_ids=(0,), num_prompt_tokens=1, params=ResolvedParams(), seed=0
@@ -65,9 +70,9 @@ def probe_drafter(proposer: ModelProposer) -> float:
         if isinstance(proposer, ReadsStates):
             proposer.read("probe", i, proposer.a_state())
         proposer.extend("probe", [0])
-        began = used_processor()
+        began = clock.now()
         proposer.propose(["probe"], 2)
-        seconds.append((used_processor() - began) / 2)
+        seconds.append(clock.since(began) / 2)
     proposer.end("probe")
     return min(seconds)
 
@@ -93,7 +98,7 @@ def _unusable(config: SpeculativeConfig, why: str) -> ConfigError:
     return ConfigError(f"speculative_config: model {config.model!r} {why}", param="speculative_config")
 
 
-def probe(runner: ModelRunner, most: int, max_model_len: int) -> list[float]:
+def probe(runner: ModelRunner, most: int, max_model_len: int, clock: ProcessorClock) -> list[float]:
     """Processor seconds of steps of one row that verify drafts, at the first of PROBES. Leaves no trace: the blocks
     it writes belong to nobody yet."""
     sizes = [size for size in PROBES if size + 2 <= max_model_len and size <= 8 * (most + 1)]
@@ -106,22 +111,24 @@ def probe(runner: ModelRunner, most: int, max_model_len: int) -> list[float]:
     drafts = Drafts(_NoProposer(), runner.rows, longest)
     runner.draft_with(drafts)
     _step(runner, StepPlan(step=0, grants=(Grant("probe", 0, 1, True, 0),), joined=(row,)))
-    began, seconds = used_processor(), list[float]()
+    taken, seconds = 0.0, list[float]()
     for size in sizes:
-        seconds.append(min(_verify(runner, drafts, size) for _ in range(_ROUNDS)))
-        if used_processor() - began > _PROBE_SECONDS:
+        rounds = [_verify(runner, drafts, size, clock) for _ in range(_ROUNDS)]
+        seconds.append(min(rounds))
+        taken += sum(rounds)
+        if taken > _PROBE_SECONDS:
             break
     runner.forward(StepPlan(step=0, grants=(), left=("probe",)))
     _log.info("Steps of %s tokens: %s ms", sizes[: len(seconds)], [round(1000 * one, 1) for one in seconds])
     return seconds
 
 
-def _verify(runner: ModelRunner, drafts: Drafts, size: int) -> float:
+def _verify(runner: ModelRunner, drafts: Drafts, size: int, clock: ProcessorClock) -> float:
     drafts.of["probe"] = [0] * (size - 1)
     runner.rows.lengths[runner.rows.row_of["probe"]] = 2
-    began = used_processor()
+    began = clock.now()
     _step(runner, StepPlan(step=0, grants=(Grant("probe", 1, size, True, 0, (), size - 1),)))
-    return used_processor() - began
+    return clock.since(began)
 
 
 def _step(runner: ModelRunner, plan: StepPlan) -> None:

@@ -20,7 +20,7 @@ from quire.models.decoder import Decoder
 from quire.models.draft_heads import MedusaHeads, MlpSpeculator
 from quire.models.draft_layers import FeatureDrafter
 from quire.ops.op import Kernels
-from quire.quant.shard import ALONE
+from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.kv import KVLayout, KVSpec
 from quire.worker.draft_choice import DraftChoice, DrawnChoice
 from quire.worker.draft_features import FeatureProposer
@@ -111,8 +111,10 @@ def _token_bytes(specs: Sequence[KVSpec]) -> int:
     return sum(spec.token_bytes for spec in specs)
 
 
-def load_drafter(config: EngineConfig, kernels: Kernels, parts: WorkerParts, target: Model) -> Drafter | None:
-    """`target`: the model that is drafted for. None: the method has no model."""
+def load_drafter(
+    config: EngineConfig, kernels: Kernels, parts: WorkerParts, target: Model, group: ShardGroup = ALONE
+) -> Drafter | None:
+    """`target`: the model that is drafted for, which these ranks share. None: the method has no model."""
     speculative = config.speculative_config
     if speculative is None or not speculative.has_drafter:
         return None
@@ -124,10 +126,12 @@ def load_drafter(config: EngineConfig, kernels: Kernels, parts: WorkerParts, tar
             "cache_config.cache_dtype": speculative.drafter.cache_dtype,
         }
     own = replace(config, **changes)
+    if speculative.draft_tensor_parallel_size == 1:
+        group = ALONE  # all ranks compute the same
     if speculative.method == "draft_model":
-        model: Model | HeadDrafter = parts.make_model(own, kernels, ALONE)
+        model: Model | HeadDrafter = parts.make_model(own, kernels, group)
     else:
-        model = make_head(speculative.method or "", own, target, kernels)
+        model = make_head(speculative.method or "", own, target, kernels, group)
     parts.reload_weights(model, own)
     drawn_vocab = target.arch.vocab if speculative.draft_sample_method == "probabilistic" else 0
     return Drafter(model, own, parts, kernels.device, drawn_vocab=drawn_vocab)

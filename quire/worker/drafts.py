@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.step import Grant, Mask, StepPlan
 from quire.worker.draft_choice import DraftChoice
 from quire.worker.rows import Rows
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from quire.drafting.budget import DraftBudget
     from quire.drafting.lengths import DraftLengths
     from quire.drafting.proposer import ModelProposer, Proposal, Proposer
+    from quire.worker.draft_states import DraftStates
     from quire.worker.inputs import StepShape
 
 
@@ -59,12 +61,15 @@ class Drafts:
         most: int,
         lengths: DraftLengths | None = None,
         drafter: tuple[ModelProposer, DraftBudget] | None = None,
+        clock: ProcessorClock | None = None,
     ) -> None:
         """`most`: drafts per row. `lengths`: how many of them are worth it; None: all. `drafter`: the proposer again,
         if it has to be worth its own cost too."""
+        self._clock = clock or ProcessorClock()
         self._proposer, self._rows, self._most = proposer, rows, most
         self.reader: ReadsStates | None = proposer if isinstance(proposer, ReadsStates) else None
         self.inner_states: Callable[[], Tensor] | None = None  # what the reader wants of a step; None: what it gives
+        self.states: DraftStates | None = None  # of a model that has some
         self.lengths, self._drafter = lengths, drafter
         self._choice = proposer.choice if isinstance(proposer, DrawsDrafts) else None
         self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
@@ -86,8 +91,24 @@ class Drafts:
 
     def resolve(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
         """The grants with the starts, counts and numbers of drafts that are true."""
-        self._began = used_processor()
-        return tuple([self._resolve(grant) for grant in grants])
+        self._began = self._clock.now()
+        if self.states is None:
+            return tuple([self._resolve(grant) for grant in grants])
+        return self._resolve_with_states(grants, self.states)
+
+    def _resolve_with_states(self, grants: Sequence[Grant], states: DraftStates) -> tuple[Grant, ...]:
+        """No more drafts than states can be kept for."""
+        resolved, left = list[Grant](), states.most
+        for grant in grants:
+            if len(drafts := self.of.get(grant.request_id, [])) > left:
+                self.of[grant.request_id] = drafts[:left]
+            resolved.append(self._resolve(grant))
+            left -= resolved[-1].num_drafts
+        row_of = self._rows.row_of
+        states.place(
+            [(one.request_id, one.num_drafts) for one in sorted(resolved, key=lambda one: row_of[one.request_id])]
+        )
+        return tuple(resolved)
 
     def _resolve(self, grant: Grant) -> Grant:
         row = self._rows.row_of[grant.request_id]
@@ -119,6 +140,8 @@ class Drafts:
             keeps[at : at + count] = [True] * count
             end = grant.start + grant.count - grant.num_drafts + count
             self._rows.lengths[self._rows.row_of[grant.request_id]] = end
+            if self.states is not None:
+                self.states.settle(grant, count - 1)
             at += grant.num_drafts + 1
         return keeps
 
@@ -131,9 +154,10 @@ class Drafts:
     def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool) -> None:
         """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too."""
         names, lengths, most = list(sampled), self.lengths, self._most
-        seconds = used_processor() - self._began
+        seconds = 0.0
         if lengths is not None:
             if not prompts:
+                seconds = self._clock.since(self._began)
                 lengths.costs.learn(num_tokens, seconds)
             most = min(most, lengths.most(len(names)))
         for name, token_ids in sampled.items():
@@ -159,10 +183,10 @@ class Drafts:
         if not names:
             return
         is_usual = all((proposer.behind(name) or 0) <= 2 for name in names)
-        began = used_processor()
+        began = self._clock.now()
         proposals = proposer.propose(names, min(count, most))
         if is_usual:
-            budget.learn_drafting(len(names), min(count, most), used_processor() - began)
+            budget.learn_drafting(len(names), min(count, most), self._clock.since(began))
         self._take(names, proposals, num_rows, most)
 
     def _take(self, names: list[str], proposals: Sequence[Proposal], num_rows: int, most: int) -> None:
@@ -200,9 +224,21 @@ def _spans(shape: StepShape) -> tuple[np.ndarray, ...]:
     return shape.rows, shape.starts, shape.counts, shape.ends
 
 
-def used_processor() -> float:
-    """Seconds of this process, all threads: unlike those of a clock, they are the same on a machine that others use."""
-    return time.process_time()
+class ProcessorClock:
+    """Seconds of this process, all threads: unlike those of a clock, they are the same on a machine that others use. The
+    ranks that share a model have to draft the same, so all go by the sum of theirs, and ask for it at the same time."""
+
+    def __init__(self, ranks: ShardGroup = ALONE) -> None:
+        self._ranks = ranks
+
+    def now(self) -> float:
+        return time.process_time()
+
+    def since(self, began: float) -> float:
+        seconds = self.now() - began
+        if self._ranks.size == 1:
+            return seconds
+        return float(self._ranks.reduce(torch.tensor([seconds], dtype=torch.float64)))
 
 
 def num_sampled(shape_grants: np.ndarray, samples: np.ndarray, grants: Sequence[Grant]) -> np.ndarray:

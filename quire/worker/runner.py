@@ -32,6 +32,7 @@ from quire.ops.copy import downloader, upload
 from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
 from quire.sampling.sampler import FILTERS, Sampler
 from quire.schema.errors import NotBuiltError
+from quire.schema.kv import KVKind
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, SamplingIndices
 from quire.worker.drafts import Drafts, num_sampled
@@ -340,6 +341,12 @@ class ModelRunner:
         """From now on, grants may verify what this proposes."""
         if self.inputs is not None or self.sampler.custom is not None:
             raise NotBuiltError("drafts are verified on CPU only, and not beside custom logits processors")
+        if any(table.group.kind is KVKind.STATE for table in self.rows.tables):
+            if not self.kv.num_spare:
+                raise NotBuiltError("the model has recurrent states, and there are no blocks for those after drafts")
+            from quire.worker.draft_states import DraftStates  # lazy
+
+            drafts.states = DraftStates(self.rows, self.kv)
         self.drafts = drafts
 
     def _verify(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:
