@@ -55,14 +55,15 @@ def record_drafts(worker: Any) -> None:
 
     def recorded(names: Any, count: int) -> Any:
         made = propose(names, count)
-        kept.extend((name, tuple(one.token_ids)) for name, one in zip(names, made, strict=True))
+        kept.extend([name, list(one.token_ids)] for name, one in zip(names, made, strict=True))
         return made
 
     proposer.propose = recorded
 
 
-def recorded_drafts(worker: Any) -> list[tuple[str, tuple[int, ...]]]:
-    kept: list[tuple[str, tuple[int, ...]]] = worker.model_runner.drafts.recorded
+def recorded_drafts(worker: Any) -> list[list[Any]]:
+    """Request and tokens of each proposal."""
+    kept: list[list[Any]] = worker.model_runner.drafts.recorded
     return kept
 
 
