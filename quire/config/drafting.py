@@ -79,8 +79,8 @@ class SpeculativeConfig(Group):
         0.1, "Least frequency of what suffix decoding drafts.", flat=False, low=0, high=1
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = option(
-        "greedy", "How a drafter's tokens are chosen; probabilistic: for requests that draw, from its distributions. That "
-        "changes what they draw, not how it is distributed.", flat=False,
+        "greedy", "How a drafter's tokens are chosen; probabilistic: for requests that draw, from its distributions, "
+        "which changes what they draw, not how it is distributed.", flat=False,
     )  # fmt: skip
     adaptive: bool = option(
         True, "Verify as many drafts as are worth it, by acceptance and measured cost; False: all.", flat=False

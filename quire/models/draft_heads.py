@@ -1,8 +1,9 @@
 """Draft heads: small networks that read one hidden state of a model and say which tokens may follow the next one.
 
 In: hidden states [R, width] behind the model's final norm, the token that each of them led to, and how logits become
-tokens. Out: token ids [R, count]. They have no keys and values: what they draft depends on that state (and, of MLP speculators, on what they
-drafted before). Weights are loaded through a table. Must not know: files, rows, what verifies their drafts.
+tokens. Out: token ids [R, count]. They have no keys and values: what they draft depends on that state (and, of MLP
+speculators, on what they drafted before). Weights are loaded through a table. Must not know: files, rows, what verifies
+their drafts.
 
     medusa          head i: h = x + silu(W x), some times; logits V_i h; heads do not see each other
     mlp_speculator  s = gelu(norm_i(P_i s + c E_i token)); logits V_i s, whose token is what head i + 1 embeds
@@ -29,7 +30,9 @@ from quire.schema.errors import CheckpointError
 MOST_HEADS = Range(1, 64)
 MOST_LAYERS = Range(1, 64)
 Logits = Callable[[Tensor], Tensor]
-Choose = Callable[[Tensor, "TokenMap | None"], Tensor]  # logits [R, v] -> token ids [R]; the map: of ids that are its own
+Choose = Callable[
+    [Tensor, "TokenMap | None"], Tensor
+]  # logits [R, v] -> token ids [R]; the map: of ids that are its own
 
 
 class Heads(Protocol):
@@ -126,9 +129,7 @@ class MedusaHeads(_DraftHeads):
         self._logits, self._silu = logits, storage.of(silu)
 
     def draft(self, states: Tensor, token_ids: Tensor, count: int, choose: Choose) -> Tensor:
-        return torch.stack(
-            [choose(self._logits_of(i, states), self.map) for i in range(min(count, self.num_heads))], 1
-        )
+        return torch.stack([choose(self._logits_of(i, states), self.map) for i in range(min(count, self.num_heads))], 1)
 
     def _logits_of(self, i: int, x: Tensor) -> Tensor:
         layers = self.blocks[i]

@@ -1,10 +1,10 @@
 """The standard rejection rule: the token of a place whose draft was drawn from a known distribution.
 
 In: final logits of such places, the drafts, and what they were drawn from. A draft x of distribution q is kept with
-probability min(1, p(x) / q(x)), p being what the row would be sampled from; otherwise the token is drawn from what p has
-more than q. Either way it is distributed as p, whatever q is. Each place uses three independent random numbers of its
-(seed, position): of the draft, of the decision, and of the draw, which is the one that a row without drafts uses. So a
-place is decided by nothing that an earlier decision has seen. Must not know: rows, grants, who drafts.
+probability min(1, p(x) / q(x)), p being what the row would be sampled from; otherwise the token is drawn from what p
+has more than q. Either way it is distributed as p, whatever q is. Each place uses three independent random numbers of
+its (seed, position): of the draft, of the decision, and of the draw, which is the one that a row without drafts uses.
+So a place is decided by nothing that an earlier decision has seen. Must not know: rows, grants, who drafts.
 """
 
 from __future__ import annotations

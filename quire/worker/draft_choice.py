@@ -73,8 +73,8 @@ class DrawnChoice(DraftChoice):
         seeds = torch.tensor([seed for _, (seed, _) in own], dtype=torch.int64)
         temperatures = torch.tensor([[temperature] for _, (_, temperature) in own])
         places = torch.tensor([lengths[place] for place, _ in own], dtype=torch.int64)
-        kept = [self._drawn_from.setdefault(request_ids[place], []) for place, _ in own]
-        for one in kept:
+        lists = [self._drawn_from.setdefault(request_ids[place], []) for place, _ in own]
+        for one in lists:
             one.clear()
 
         def choose(logits: Tensor, mapped: TokenMap | None) -> Tensor:
@@ -84,9 +84,9 @@ class DrawnChoice(DraftChoice):
                 if mapped is not None:
                     ids = mapped(torch.arange(shares.shape[1]))
                     shares = shares.new_zeros((len(shares), self._vocab_size)).index_add_(1, ids, shares)
-                positions = places + len(kept[0])
+                positions = places + len(lists[0])
                 tokens[where] = draw_drafts(shares, seeds, positions).to(tokens.dtype)
-                for one, share in zip(kept, shares, strict=True):
+                for one, share in zip(lists, shares, strict=True):
                     one.append(share)
             return tokens
 

@@ -1,10 +1,10 @@
 """DraftStates: recurrent states after each draft of a step, until it is known which drafts are right.
 
-Keys and values of a wrong draft are written over; a state that has seen it is lost. So the state after a draft goes to a
-spare block, behind those of the KV layout (attention/state.py), and once tokens are accepted, the state after the last
-right draft is copied to the row's own block. Where a row's states are saved at block ends, each block that right drafts
-reach gets its own. What wrong drafts wrote is left where it is. Spare blocks are used from the first on, so memory is
-touched for as many drafts as a step ever had. Must not know: what a state is, how drafts are made.
+Keys and values of a wrong draft are written over; a state that has seen it is lost. So the state after a draft goes to
+a spare block, behind those of the KV layout (attention/state.py), and once tokens are accepted, the state after the
+last right draft is copied to the row's own block. Where a row's states are saved at block ends, each block that right
+drafts reach gets its own. What wrong drafts wrote is left where it is. Spare blocks are used from the first on, so
+memory is touched for as many drafts as a step ever had. Must not know: what a state is, how drafts are made.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ The row knows how far it is; a plan knows how far it can be (schema/step.py). `r
 and writes the drafts behind the row's last token, where the forward pass and the sampler read them. Every position is
 then sampled as plain decoding would, and `accept` keeps tokens up to the first that is not the draft: so an answer
 depends on no draft. (Where drafts are drawn from distributions, the rejection rule samples their positions instead, and
-answers are only distributed as without them.) Only for a worker whose results are there at once: on a device of its own, lengths would have to
-stay on it. Must not know: how drafts are made.
+answers are only distributed as without them.) Only for a worker whose results are there at once: on a device of its
+own, lengths would have to stay on it. Must not know: how drafts are made.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from quire.worker.draft_choice import DraftChoice
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
-    from quire.sampling.rejection import DrawnDrafts
     from quire.drafting.budget import DraftBudget
     from quire.drafting.lengths import DraftLengths
     from quire.drafting.proposer import ModelProposer, Proposal, Proposer
+    from quire.sampling.rejection import DrawnDrafts
     from quire.worker.draft_states import DraftStates
     from quire.worker.inputs import StepShape
 
@@ -225,8 +225,8 @@ def _spans(shape: StepShape) -> tuple[np.ndarray, ...]:
 
 
 class ProcessorClock:
-    """Seconds of this process, all threads: unlike those of a clock, they are the same on a machine that others use. The
-    ranks that share a model have to draft the same, so all go by the sum of theirs, and ask for it at the same time."""
+    """Seconds of this process, all threads: unlike those of a clock, they are the same on a machine that others use.
+    Ranks that share a model have to draft the same, so all go by the sum of theirs, and ask for it at the same time."""
 
     def __init__(self, ranks: ShardGroup = ALONE) -> None:
         self._ranks = ranks

@@ -2,8 +2,8 @@
 
     QUIRE_BATCH_INVARIANT=1 python -m tests.engine.fuzz_drafts --seconds 600 --seed 1
 
-Each round takes a model (plain, with windows, with recurrent states), decodes some requests plainly, and then again with
-drafts while requests come, are aborted and are preempted. Nothing may be lost, told twice, or differ by a token.
+Each round takes a model (plain, with windows, with recurrent states), decodes some requests plainly, and then again
+with drafts while requests come, are aborted and are preempted. Nothing may be lost, told twice, or differ by a token.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from quire.schema.messages import EngineRequest
-from tests.engine.test_draft_heads import ForcedDrafter, Kind, deepseek, kinds, llama, of
 from tests.engine.test_draft_heads import METHODS as HEADS
+from tests.engine.test_draft_heads import ForcedDrafter, Kind, deepseek, kinds, llama, of
 from tests.engine.test_draft_models import drafter, drafter_of, folders, speculative, tiny
 from tests.engine.test_drafts import Engine, ask, same_bits
 from tests.engine.test_speculative import METHODS as OTHERS

@@ -1,7 +1,7 @@
 """Drafts for models with recurrent states: a state that has seen a wrong draft is never continued from.
 
-The oracle is plain decoding of the same requests in batch-invariant mode; the drafter is scripted, and half of its drafts
-are wrong. With prefix caching states are saved at block ends, also within the drafts of a step.
+The oracle is plain decoding of the same requests in batch-invariant mode; the drafter is scripted, and half of its
+drafts are wrong. With prefix caching states are saved at block ends, also within the drafts of a step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_answers_are_those_of_plain_decoding(case: tuple[Path, Engine, list[Engi
 def test_under_load_with_aborts_and_preemption_nothing_is_lost(
     case: tuple[Path, Engine, list[EngineRequest], Found],
 ) -> None:
-    _, engine, asked, plain = case
+    _, engine, asked, _ = case
     more = [
         ask(f"{one.request_id}-{i}", list(one.prompt_token_ids), one.max_tokens, **PARAMS[0])
         for i in range(2)

@@ -18,9 +18,7 @@ SCHEMA = {"type": "object", "properties": {"c": {"enum": COLORS}}, "required": [
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=FORM),
     SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=FORM, thinking_token_budget=9),
-    SamplingParams(
-        temperature=0.0, max_tokens=40, structured_outputs=Constraint(json=SCHEMA), thinking_token_budget=5
-    ),
+    SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=Constraint(json=SCHEMA), thinking_token_budget=5),
     SamplingParams(temperature=0.9, seed=4, max_tokens=30, structured_outputs=FORM, thinking_token_budget=6, n=2),
     SamplingParams(temperature=0.0, max_tokens=30, thinking_token_budget=7),
     SamplingParams(temperature=0.8, seed=2, max_tokens=30, thinking_token_budget=0, logprobs=1),

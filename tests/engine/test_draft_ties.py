@@ -1,7 +1,7 @@
 """Drafts where a step's shape may change its bits: answers are those of plain decoding up to ties.
 
-Where a greedy answer first differs, plain decoding must have held the two tokens for about equally likely; how many do is
-counted. With float32 there should be hardly any, with bfloat16 there are.
+Where a greedy answer first differs, plain decoding must have held the two tokens for about equally likely; how many do
+is counted. With float32 there should be hardly any, with bfloat16 there may be some.
 """
 
 from __future__ import annotations

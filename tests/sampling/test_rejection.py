@@ -64,7 +64,7 @@ def test_each_position_has_numbers_of_its_own() -> None:
     """One seed, many positions."""
     seeds, places = torch.full((DRAWS,), 12345), torch.arange(DRAWS)
     for numbers in (sample.uniform(seeds, places), sample.uniform(places, seeds)):
-        assert 0 < numbers.min() and numbers.max() < 1
+        assert numbers.min() > 0 and numbers.max() < 1
         statistic, bound = pearson(torch.histc(numbers, 16, 0, 1), torch.full((16,), 1 / 16))
         assert statistic < bound
     counts, _ = counts_of(WRONG["sharp"], positions=torch.arange(DRAWS))
@@ -79,7 +79,9 @@ def always(logits: Tensor, drafts: DrawnDrafts, seeds: Tensor, positions: Tensor
 def by_p_alone(logits: Tensor, drafts: DrawnDrafts, seeds: Tensor, positions: Tensor) -> Tensor:
     """Kept with p(x), whatever it was drawn from."""
     p = torch.softmax(logits, -1)
-    keeps = sample.uniform(seeds + rejection._DECIDED, positions) < p.gather(1, drafts.token_ids.unsqueeze(1)).squeeze(1)
+    keeps = sample.uniform(seeds + rejection._DECIDED, positions) < p.gather(1, drafts.token_ids.unsqueeze(1)).squeeze(
+        1
+    )
     rest = sample.sample_((p - drafts.probabilities).clamp(min=0).log(), seeds, positions)
     return torch.where(keeps, drafts.token_ids, rest)
 

@@ -250,7 +250,11 @@ def test_how_drafts_are_chosen(resolve: Any, draft: Any) -> None:
     assert made.draft_sample_method == "probabilistic" and draft(MEDUSA).draft_sample_method == "greedy"
     assert resolve({"method": "mtp", "draft_sample_method": "probabilistic"}, MTP).draft_sample_method != "greedy"
     for keys, error, words in (
-        ({**NGRAM, "draft_sample_method": "probabilistic"}, ConfigError, "needs a drafter with distributions, and meth"),
+        (
+            {**NGRAM, "draft_sample_method": "probabilistic"},
+            ConfigError,
+            "needs a drafter with distributions, and meth",
+        ),
         ({**NGRAM, "draft_sample_method": "best"}, ConfigError, "draft_sample_method"),
         ({**NGRAM, "rejection_sample_method": "synthetic"}, NotBuiltError, "rejection_sample_method"),
         ({**NGRAM, "synthetic_acceptance_length": 2.5}, NotBuiltError, "synthetic_acceptance_length"),

@@ -182,7 +182,9 @@ def test_the_state_before_wrong_drafts_keeps_its_block() -> None:
     bench.step()
     bench.step()
     (table,) = bench.scheduler.requests["a"].holding.tables
-    assert bench.output("a") == [7, 8, EOS], "of positions 4 to 8, whose blocks are 2, 3 and 4, the first two were right"
+    assert bench.output("a") == [7, 8, EOS], (
+        "of positions 4 to 8, whose blocks are 2, 3 and 4, the first two were right"
+    )
     assert [block >= 0 for block in table] == [False, False, True, True, True]
     bench.finish()
     assert bench.output("a") == SCRIPT[:8] and bench.num_free == 64
