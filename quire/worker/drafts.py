@@ -22,7 +22,6 @@ from torch import Tensor
 
 from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.step import Grant, Mask, StepPlan
-from quire.worker.draft_choice import DraftChoice
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from quire.drafting.lengths import DraftLengths
     from quire.drafting.proposer import ModelProposer, Proposal, Proposer
     from quire.sampling.rejection import DrawnDrafts
+    from quire.worker.draft_choice import DraftChoice
     from quire.worker.draft_states import DraftStates
     from quire.worker.inputs import StepShape
 
