@@ -20,7 +20,7 @@ from quire.drafting.proposer import METHODS, NOTHING, ModelProposer, Proposal, P
 from quire.schema.errors import ConfigError
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
-from quire.worker.drafts import Drafts, ReadsStates, timer_of, used_processor
+from quire.worker.drafts import DraftClock, Drafts, ReadsStates
 
 if TYPE_CHECKING:
     from quire.worker.drafters import Drafter
@@ -33,9 +33,14 @@ _PACE_STEPS = 16  # that follow each other on a device without a wait, to be tim
 
 
 def draft_as_configured(
-    runner: ModelRunner, config: SpeculativeConfig, max_model_len: int, drafter: Drafter | None = None
+    runner: ModelRunner,
+    config: SpeculativeConfig,
+    max_model_len: int,
+    drafter: Drafter | None = None,
+    clock: DraftClock | None = None,
 ) -> None:
-    """`drafter`: the model of methods that have one."""
+    """`drafter`: the model of methods that have one. `clock`: of all ranks; None: there is one."""
+    clock = clock or DraftClock()
     most = config.num_speculative_tokens or 0
     proposer = make_proposer(config) if drafter is None else drafter.proposer(runner.kv.layout, max_model_len)
     inner = None if drafter is None else drafter.inner_states()
@@ -43,12 +48,11 @@ def draft_as_configured(
         _start(runner, Drafts(proposer, runner.rows, most), inner)
         return
     lengths = DraftLengths(config)
-    seconds = measure(runner, lengths, most, max_model_len)
+    seconds = measure(runner, lengths, most, max_model_len, clock)
     priced = None
     if isinstance(proposer, ModelProposer):
-        timer = timer_of(runner.rows.tokens.device)
-        priced = proposer, DraftBudget(lengths, probe_drafter(proposer, timer) / max(1e-9, seconds[0]))
-    _start(runner, Drafts(proposer, runner.rows, most, lengths, priced), inner)
+        priced = proposer, DraftBudget(lengths, probe_drafter(proposer, clock) / max(1e-9, seconds[0]))
+    _start(runner, Drafts(proposer, runner.rows, most, lengths, priced, clock), inner)
 
 
 def _start(runner: ModelRunner, drafts: Drafts, inner: Callable[[int], Tensor] | None) -> None:
@@ -56,7 +60,7 @@ def _start(runner: ModelRunner, drafts: Drafts, inner: Callable[[int], Tensor] |
     runner.draft_with(drafts)
 
 
-def probe_drafter(proposer: ModelProposer, timer: Callable[[], float]) -> float:
+def probe_drafter(proposer: ModelProposer, clock: DraftClock) -> float:
     """Seconds of one pass for one row."""
     row = NewRow(
         request_id="probe", epoch=0, token_ids=(0,), num_prompt_tokens=1, params=ResolvedParams(), seed=0
@@ -67,9 +71,9 @@ def probe_drafter(proposer: ModelProposer, timer: Callable[[], float]) -> float:
         if isinstance(proposer, ReadsStates):
             proposer.read("probe", i, proposer.a_state())
         proposer.extend("probe", [0])
-        began = timer()
+        began = clock.now()
         proposer.propose(["probe"], 2)
-        seconds.append((timer() - began) / 2)
+        seconds.append(clock.since(began) / 2)
     proposer.end("probe")
     return min(seconds)
 
@@ -95,15 +99,16 @@ def _unusable(config: SpeculativeConfig, why: str) -> ConfigError:
     return ConfigError(f"speculative_config: model {config.model!r} {why}", param="speculative_config")
 
 
-def measure(runner: ModelRunner, lengths: DraftLengths, most: int, max_model_len: int) -> list[float]:
-    """Seconds of steps of one row, by their tokens; the costs of steps are set from them. On a CPU of the processor: as
-    others use it, too, the clock would not be comparable. On a device of its own by the clock, and what waiting for
-    tokens adds is told apart from what a step takes when it follows another."""
+def measure(
+    runner: ModelRunner, lengths: DraftLengths, most: int, max_model_len: int, clock: DraftClock
+) -> list[float]:
+    """Seconds of steps of one row, by their tokens; the costs of steps are set from them. On a device of its own, what
+    waiting for tokens adds is told apart from what a step takes when it follows another."""
     if runner.inputs is None:
-        seconds = probe(runner, [size for size in PROBES if size <= 8 * (most + 1)], max_model_len, used_processor)
+        seconds = probe(runner, [size for size in PROBES if size <= 8 * (most + 1)], max_model_len, clock)
         lengths.costs.probed(seconds)
         return seconds
-    seconds = probe(runner, [size for size in DEVICE_PROBES if size <= runner.inputs.max_tokens], max_model_len, now)
+    seconds = probe(runner, [size for size in DEVICE_PROBES if size <= runner.inputs.max_tokens], max_model_len, clock)
     pace = min(seconds[0], pace_of(runner, max_model_len))
     wait = seconds[0] - pace
     lengths.costs.probed([pace, *(max(pace, one - wait) for one in seconds[1:])])
@@ -112,16 +117,18 @@ def measure(runner: ModelRunner, lengths: DraftLengths, most: int, max_model_len
     return seconds
 
 
-def probe(runner: ModelRunner, sizes: Sequence[int], max_model_len: int, timer: Callable[[], float]) -> list[float]:
+def probe(runner: ModelRunner, sizes: Sequence[int], max_model_len: int, clock: DraftClock) -> list[float]:
     """Seconds of steps of one row that verify drafts, of these sizes. Leaves no trace: the blocks it writes belong to
     nobody yet."""
     room = min(max_model_len, runner.kv.layout.num_blocks * min(table.group.block_size for table in runner.rows.tables))
     sizes = [size for size in sizes if size + 2 <= room]
     drafts = _join_alone(runner, sizes[-1] + 2)
-    began, seconds = timer(), list[float]()
+    taken, seconds = 0.0, list[float]()
     for size in sizes:
-        seconds.append(min(_verify(runner, drafts, size, timer) for _ in range(_ROUNDS)))
-        if timer() - began > _PROBE_SECONDS:
+        rounds = [_verify(runner, drafts, size, clock) for _ in range(_ROUNDS)]
+        seconds.append(min(rounds))
+        taken += sum(rounds)
+        if taken > _PROBE_SECONDS:
             break
     runner.forward(StepPlan(step=0, grants=(), left=("probe",)))
     _log.info("Steps of %s tokens: %s ms", sizes[: len(seconds)], [round(1000 * one, 1) for one in seconds])
@@ -155,12 +162,12 @@ def _join_alone(runner: ModelRunner, longest: int) -> Drafts:
     return drafts
 
 
-def _verify(runner: ModelRunner, drafts: Drafts, size: int, timer: Callable[[], float]) -> float:
+def _verify(runner: ModelRunner, drafts: Drafts, size: int, clock: DraftClock) -> float:
     drafts.of["probe"] = [0] * (size - 1)
     runner.rows.lengths[runner.rows.row_of["probe"]] = 2
-    began = timer()
+    began = clock.now()
     _step(runner, StepPlan(step=0, grants=(Grant("probe", 1, size, True, 0, (), size - 1),)))
-    return timer() - began
+    return clock.since(began)
 
 
 def _step(runner: ModelRunner, plan: StepPlan) -> None:

@@ -39,6 +39,7 @@ class BlockTable:
 
     def __init__(self, group: KVGroup, max_rows: int, max_tokens: int) -> None:
         self.group = group
+        self.spare = -1  # first block for states after drafts (worker/draft_states.py); -1: there are none
         self.host = np.full((max_rows, -(-longest_of(group, max_tokens) // group.block_size)), -1, np.int32)
         self.changed: list[tuple[int, int, int]] | None = None  # (row, from, to) since the last look; None: no mirror
         self._used = [0] * max_rows

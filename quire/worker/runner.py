@@ -34,6 +34,7 @@ from quire.ops.copy import downloader, upload
 from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
 from quire.sampling.sampler import FILTERS, Sampler
 from quire.schema.errors import NotBuiltError
+from quire.schema.kv import KVKind
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, SamplingIndices
 from quire.worker.drafts import Drafts, num_sampled
@@ -346,7 +347,10 @@ class ModelRunner:
         logits = flight.logits
         if logits is None:
             logits = self._logits(flight)
-        if mask is not None or not self.sampler.takes_any_dtype(flight.sample_rows):
+        drawn = None
+        if self.drafts is not None and flight.shape.num_sampled is not None:
+            drawn = self.drafts.drawn(flight.plan.grants, flight.sample_grants)
+        if mask is not None or drawn is not None or not self.sampler.takes_any_dtype(flight.sample_rows):
             logits = logits.float()
         sampled = self.sampler(
             logits,
@@ -354,6 +358,7 @@ class ModelRunner:
             flight.sample_positions,
             num_rows=self.rows.num_rows,
             mask=_mask_of(mask, flight.sample_grants, logits) if mask is not None else None,
+            drafts=drawn,
         )
         pending.token_ids, pending.scores = self._download(sampled.token_ids), self._download(sampled.scores)
         pending.logprobs = [(ask, picked.on_host()) for ask, picked in sampled.logprobs]
@@ -363,6 +368,12 @@ class ModelRunner:
         """From now on, grants may verify what this proposes."""
         if self.sampler.custom is not None:
             raise NotBuiltError("drafts are not verified beside custom logits processors")
+        if any(table.group.kind is KVKind.STATE for table in self.rows.tables):
+            if not self.kv.num_spare:
+                raise NotBuiltError("the model has recurrent states, and there are no blocks for those after drafts")
+            from quire.worker.draft_states import DraftStates  # lazy
+
+            drafts.states = DraftStates(self.rows, self.kv)
         self.drafts, self._latest = drafts, None
 
     def _draft_after(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:

@@ -32,7 +32,7 @@ from quire.quant.shard import ALONE, ShardGroup
 from quire.sampling.sampler import Sampler
 from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.errors import NotBuiltError
-from quire.schema.kv import KVLayout, KVSpec, ModelInfo
+from quire.schema.kv import KVKind, KVLayout, KVSpec, ModelInfo
 from quire.schema.media import ArrayData, MediaItem
 from quire.schema.params import ResolvedParams
 from quire.schema.step import EncodeItem, Grant, Mask, NewRow, StepPlan
@@ -168,7 +168,7 @@ class Worker:
             if self.config.speculative_config is not None and self.config.speculative_config.has_drafter:
                 from quire.worker.drafters import load_drafter  # lazy
 
-                self._drafter = load_drafter(self.config, self.kernels, self._parts, model)
+                self._drafter = load_drafter(self.config, self.kernels, self._parts, model, self.group)
                 self._laps.mark("drafter")
             model_config, cache_config = self.config.model_config, self.config.cache_config
             kv_dtype = kv_dtype_of(self.config)
@@ -263,7 +263,7 @@ class Worker:
             from quire.attention.both_ways import WithBothWays  # lazy
 
             backend = WithBothWays.over(backend, self._specs)
-        kv = KVMemory(layout, self.device)
+        kv = KVMemory(layout, self.device, self._num_spare(layout))
         scaled = self._scaled = scaled_caches(kv.bind(backend, model))
         set_scales(scaled, self._kv_scales)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
@@ -297,6 +297,16 @@ class Worker:
             if mixed := self._mixed_sizes(layout):
                 runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
         return runner
+
+    def _num_spare(self, layout: KVLayout) -> int:
+        """Blocks for states after drafts."""
+        num_groups = sum(group.kind is KVKind.STATE for group in layout.groups)
+        if self.config.speculative_config is None or not num_groups:
+            return 0
+        from quire.worker.draft_states import num_spare  # lazy
+
+        rows = self.config.scheduler_config.max_num_seqs
+        return num_groups * int(num_spare(self.config.num_speculative_tokens, rows))
 
     def _make_media(self, rows: Rows) -> WorkerMedia | None:
         """For requests that bring vectors, or what an encoder makes vectors of."""
@@ -405,9 +415,11 @@ class Worker:
         self._balance_experts(self.model_runner)
         if self.config.speculative_config is not None:
             from quire.worker.draft_setup import draft_as_configured  # lazy
+            from quire.worker.drafts import DraftClock  # lazy
 
             length = self.config.model_config.max_model_len
-            draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter)
+            clock = DraftClock(self.group, of_processor=on_cpu)
+            draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter, clock)
             self._laps.mark("drafts")
         if self.config.cache_config.calculate_kv_scales:
             self.model_runner.calibrate_next()
