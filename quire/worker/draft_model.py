@@ -1,22 +1,27 @@
 """DraftModel (method draft_model): a smaller model of the same vocabulary says what the text goes on with.
 
-It reads every token that the text has and continues it, all rows together, one token after another; on a device of its own
-by steps of a runner, so that each is launched before the one before it has ended. What it has not seen (a prompt, tokens
-that it did not draft) it catches up on when it drafts next. Must not know: what verifies its drafts, or whether they are
-worth it.
+It reads every token that the text has and continues it, all rows together, one token after another; on a device of its
+own by steps of a runner, so that each is launched before the one before it has ended. What it has not seen (a prompt,
+tokens that it did not draft) it catches up on when it drafts next. Must not know: what verifies its drafts, or whether
+they are worth it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quire.drafting.proposer import MODEL_EVIDENCE, NOTHING, Proposal
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.draft_choice import DraftChoice
 from quire.worker.draft_memory import DraftMemory
 from quire.worker.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from quire.models.build import Model
 
 
 class DraftModel:
@@ -111,4 +116,4 @@ class DraftModel:
                     part.append(name)
                     ends.append(computed[name] + share)
                     left -= share
-            self._step(part, ends, samples=False)
+            self._model.forward(self._memory.batch(part, ends))

@@ -278,9 +278,9 @@ def _spans(shape: StepShape) -> tuple[np.ndarray, ...]:
 
 
 class DraftClock:
-    """What steps and drafts take. Where the processor computes, its seconds in this process, all threads: unlike those of
-    a clock, they are the same on a machine that others use; else the clock's. Ranks that share a model have to draft the
-    same, so all go by the sum of theirs, and ask for it at the same time."""
+    """What steps and drafts take. Where the processor computes, its seconds in this process, all threads: unlike those
+    of a clock, they are the same on a machine that others use; else the clock's. Ranks that share a model have to draft
+    the same, so all go by the sum of theirs, and ask for it at the same time."""
 
     def __init__(self, ranks: ShardGroup = ALONE, *, of_processor: bool = True) -> None:
         self._ranks, self.now = ranks, time.process_time if of_processor else now
