@@ -60,7 +60,7 @@ class ScriptedDrafter:
         self.made = Scripted(self.texts, VOCAB)
         return self.made
 
-    def inner_states(self, model: Any) -> None:
+    def inner_states(self) -> None:
         return None
 
 
