@@ -64,7 +64,7 @@ class ScriptedDrafter:
         return None
 
 
-@pytest.fixture(scope="module", params=marked(ARCHS, ARCHS[:2]))
+@pytest.fixture(scope="module", params=marked(ARCHS, ARCHS[:1]))
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, same_bits: None
 ) -> Iterator[tuple[Path, Engine, list[EngineRequest], Found]]:
