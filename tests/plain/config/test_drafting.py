@@ -228,11 +228,19 @@ def test_keys_of_draft_models(resolve: Any, speculative: dict[str, Any], words: 
             {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
             "not built for ranks that a launcher starts",
         ),
+        ({"device": "cuda", "tensor_parallel_size": 2}, "drafts with several ranks are built for CPU only"),
+        ({"device": "cuda", "model": MAMBA}, "recurrent states after drafts are kept on CPU only"),
     ],
 )
 def test_what_excludes_drafts(resolve: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(NotBuiltError, match=rf"speculative_config \(method 'ngram'\): .*{words}"):
         resolve(NGRAM, **options)
+
+
+def test_devices(resolve: Any) -> None:
+    assert resolve(NGRAM, device="cuda").method == "ngram"
+    with pytest.raises(NotBuiltError, match="drafters that are models are not tested on a GPU yet"):
+        resolve({"method": "draft_model", "model": "x/y", "num_speculative_tokens": 2}, device="cuda")
 
 
 def test_ranks(resolve: Any, draft: Any) -> None:
