@@ -151,7 +151,8 @@ LONG_FILES = frozenset(
     engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
     engine/test_lora engine/test_lora_models engine/test_lora_many engine/test_lora_peft engine/test_quantized_formats
     engine/test_quantized_experts engine/test_hostile_files engine/test_engine_live engine/test_engines_live
-    engine/test_kv_cache_fp8 engine/test_hybrid_engine worker/test_dry_run models/test_parity ops/test_cpu_tiles
+    engine/test_kv_cache_fp8 engine/test_hybrid_engine engine/test_ranks_drafts engine/test_draft_heads
+    worker/test_dry_run models/test_parity ops/test_cpu_tiles
     compat/test_programs server/test_hosting_doors server/test_hosting_life server/test_lora_api server/test_examples
     server/test_recipes server/test_structured_api plain/text/test_parse_tools plain/sched/test_fuzz
     plain/sched/test_fairness plain/grammar/test_compiler

@@ -50,3 +50,28 @@ def kv_bytes(worker: Any) -> int:
     """Of a worker's KV memory."""
     kv = worker.model_runner.kv
     return sum(slot.nbytes for slot in kv.slots)
+
+
+def record_drafts(worker: Any) -> None:
+    """From now on keep what the proposer of a worker proposes."""
+    drafts = worker.model_runner.drafts
+    proposer, kept = drafts._proposer, []
+    drafts.recorded = kept
+    propose = proposer.propose
+
+    def recorded(names: Any, count: int) -> Any:
+        made = propose(names, count)
+        kept.extend([name, list(one.token_ids)] for name, one in zip(names, made, strict=True))
+        return made
+
+    proposer.propose = recorded
+
+
+def recorded_drafts(worker: Any) -> list[list[Any]]:
+    """Request and tokens of each proposal."""
+    kept: list[list[Any]] = worker.model_runner.drafts.recorded
+    return kept
+
+
+def drafter_bytes(worker: Any) -> int:
+    return sum(parameter.nbytes for parameter in worker._drafter.model.parameters())

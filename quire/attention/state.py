@@ -3,7 +3,8 @@
 In: one step of one KV group of kind STATE. Out: a StatePlan, whose StateWork has for every token the block of the
 state before it and that of the state after it. Block i of a state covers positions [i * size, (i + 1) * size) of its
 row: it holds the state after the last computed one of them, so a step reads the block of the position before its
-first one and writes every block it touches. Must not know: models, requests, the contents of a state.
+first one and writes every block it touches. States after drafts go to spare blocks, each to one of its own, because it
+is not known yet which of them will be wanted. Must not know: models, requests, the contents of a state.
 """
 
 from __future__ import annotations
@@ -64,23 +65,28 @@ def mixed_work(step: GroupStep, size: int, *, single: bool = False) -> StateWork
     ends = np.cumsum(counts)
     rows = np.flatnonzero((counts == 1) & (not single))
     decodes = np.stack((ends[rows] - 1, rows, contexts[rows] - 1, contexts[rows] - 1), 1)  # token, row, start, last
-    cuts, spans = [], []
+    cuts, spans, spares = [], [], list[tuple[int, int]]()  # spares: that a piece loads and stores, if it does
+    spare = step.spare
     for row in np.flatnonzero(counts > (0 if single else 1)).tolist():
-        first = int(contexts[row] - counts[row])
+        first, end_of_row = int(contexts[row] - counts[row]), int(contexts[row])
         token = int(ends[row] - counts[row]) - first  # of position 0
-        inner = (
-            range(first + 1, int(contexts[row]))
-            if single
-            else range((first // size + 1) * size, int(contexts[row]), size)
-        )
-        edges = [first, *inner, int(contexts[row])]
+        drafted = end_of_row - step.num_drafts[row] if step.num_drafts else end_of_row  # the first that may be wrong
+        inner = range(first + 1, drafted) if single else range((first // size + 1) * size, drafted, size)
+        edges = sorted({first, *inner, *range(drafted, end_of_row + 1)})
         for start, end in pairwise(edges):
             is_continued = int(start > first and not single)
             cuts.append((token + end - 1, row, -1 if is_continued else start, end - 1))
             spans.append((token + start, token + end, is_continued))
+            is_draft = start >= drafted
+            spares.append((spare - 1 if start > drafted else -1, spare if is_draft else -1))
+            spare += is_draft
     positions = np.concatenate((decodes, np.array(cuts, np.int64).reshape(-1, 4)))
     load, store = _blocks(step, positions, size)
     num = len(rows)
+    if step.num_drafts:
+        own = upload(np.array(spares, np.int64).reshape(-1, 2), load.device)
+        load[num:] = torch.where(own[:, 0] >= 0, own[:, 0], load[num:])
+        store[num:] = torch.where(own[:, 1] >= 0, own[:, 1], store[num:])
     span = np.array(spans, np.int32).reshape(-1, 3)
     device = load.device
     sent = upload(np.concatenate((span.ravel(), decodes[:, 0].astype(np.int32))), device)

@@ -8,7 +8,7 @@ Must not know: how a method drafts (quire/drafting), or anything about a checkpo
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire.base.log import logger
 from quire.config.memory import LoadConfig
@@ -26,6 +26,7 @@ HEAD_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS, "mtp", "custom_class")
 # Documented methods that this version refuses by name.
 UNBUILT = ("ngram_gpu", "dflash", "dspark", "extract_hidden_states")
+WITHOUT_MODEL = ("ngram", "suffix", "custom_class")
 MODEL_METHODS = ("draft_model", *HEAD_METHODS)  # those with a checkpoint of their own
 DRAFT_KEYS = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config")
 MOST_TOKENS = 128  # per row and step
@@ -78,6 +79,10 @@ class SpeculativeConfig(Group):
     suffix_decoding_min_token_prob: float = option(
         0.1, "Least frequency of what suffix decoding drafts.", flat=False, low=0, high=1
     )
+    draft_sample_method: Literal["greedy", "probabilistic"] = option(
+        "greedy", "How a drafter's tokens are chosen; probabilistic: for requests that draw, from its distributions, "
+        "which changes what they draw, not how it is distributed.", flat=False,
+    )  # fmt: skip
     adaptive: bool = option(
         True, "Verify as many drafts as are worth it, by acceptance and measured cost; False: all.", flat=False
     )
@@ -92,8 +97,9 @@ class SpeculativeConfig(Group):
         flat=False, low=1,
     )  # fmt: skip
     draft_tensor_parallel_size: int | None = option(
-        None, "Ranks that share the draft model: 1, as drafts are not built for several.", flat=False, low=1
-    )
+        None, "Ranks that share the drafter: those of the model (unset), or 1: each of them has all of it.", flat=False,
+        low=1,
+    )  # fmt: skip
     draft_load_config: dict[str, Any] | None = option(
         None, "How the draft model's weights are read, as a mapping of load options.", flat=False
     )
@@ -121,7 +127,7 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     if speculative is None:
         return config
     method, most = _method(speculative), speculative.num_speculative_tokens
-    _check_model(config, method)
+    _check_model(config, method, drawn=speculative.draft_sample_method != "greedy")
     if method in (None, *HEAD_METHODS, "mtp"):
         from quire.config.described import describe  # lazy
 
@@ -134,7 +140,7 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most}
     if method == "ngram":
         changes |= _lookup(speculative)
-    _check_draft_keys(speculative, method)
+    _check_draft_keys(speculative, method, config.parallel_config.tensor_parallel_size)
     speculative = replace(speculative, **changes)
     log.info("Speculative decoding: %s, up to %d tokens per step", method, most)
     return replace(config, speculative_config=speculative, spec_method=None, spec_model=None, spec_tokens=None)
@@ -181,14 +187,19 @@ def _method(speculative: SpeculativeConfig) -> str | None:
     return method
 
 
-def _check_draft_keys(speculative: SpeculativeConfig, method: str) -> None:
+def _check_draft_keys(speculative: SpeculativeConfig, method: str, num_ranks: int) -> None:
     for key in DRAFT_KEYS:
         value = getattr(speculative, key)
         if value is not None and method not in MODEL_METHODS:
             raise _wrong(f"{key}={value!r} is for draft models, and method {method!r} has none")
+    if speculative.draft_sample_method != "greedy" and method not in (*MODEL_METHODS, "mtp"):
+        raise _wrong(
+            f"draft_sample_method={speculative.draft_sample_method!r} needs a drafter with distributions, and method "
+            f"{method!r} has none"
+        )
     size = speculative.draft_tensor_parallel_size
-    if size not in (None, 1):
-        raise _wrong(f"draft_tensor_parallel_size={size}: a draft model is computed by one rank in this version")
+    if size not in (None, 1, num_ranks):
+        raise _wrong(f"draft_tensor_parallel_size={size}: it may be 1 or that of the model, which is {num_ranks}")
 
 
 def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:
@@ -202,15 +213,19 @@ def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:
     return {"prompt_lookup_min": low, "prompt_lookup_max": high}
 
 
-def _check_model(config: "EngineConfig", method: str | None) -> None:
+def _check_model(config: "EngineConfig", method: str | None, *, drawn: bool) -> None:
     """NotBuiltError: this model, or an option, and drafts exclude each other."""
-    model = config.model_config
+    model, parallel, on_gpu = config.model_config, config.parallel_config, config.device_config.device != "cpu"
     reasons = {
         "pooling models generate nothing": model.is_pooling,
-        "a recurrent state cannot be rolled back to before drafts": model.facts.has_states,
-        "drafts are verified on CPU only in this version": config.device_config.device != "cpu",
+        "drafters that are models are not tested on a GPU yet": on_gpu and method not in WITHOUT_MODEL,
+        "drafts with several ranks are built for CPU only": on_gpu and parallel.world_size > 1,
+        "recurrent states after drafts are kept on CPU only": on_gpu and model.facts.has_states,
+        "drafts are drawn on CPU only": on_gpu and drawn,
         "custom logits processors see one token of a row at a time": bool(model.logits_processors),
-        "ranks measure costs by their own clocks, so they would differ": config.parallel_config.world_size > 1,
+        "a class of yours may draft otherwise on each rank": method == "custom_class" and parallel.world_size > 1,
+        "drafts are not built for ranks that a launcher starts": parallel.world_size > 1
+        and parallel.distributed_executor_backend == "external_launcher",
     }
     for reason, applies in reasons.items():
         if applies:

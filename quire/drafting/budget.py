@@ -64,6 +64,17 @@ class DraftBudget:
                 return names, count
         return self._explore(len(request_ids), known)
 
+    def promises(self, request_ids: Sequence[str], behind: Behind) -> bool:
+        """Whether `plan` would name a row."""
+        known = {name: tokens for name in request_ids if (tokens := behind(name)) is not None}
+        if not known:
+            return False
+        count, saved = self._best(request_ids, known)
+        if count and any(self._is_worth_reading(name, tokens, saved) for name, tokens in known.items()):
+            return True
+        self._save(len(request_ids))
+        return self._saved >= self._reading(max(1, min(known.values())))
+
     def _best(self, request_ids: Sequence[str], known: dict[str, int]) -> tuple[int, float]:
         """Drafts per row with the most tokens per second, 0: none pay; and the time that each token of a row saves."""
         lengths, num_rows, costs = self._lengths, len(request_ids), self._lengths.costs
@@ -74,7 +85,7 @@ class DraftBudget:
         for k in range(1, lengths.most(num_rows) + 1):
             tokens += values
             values *= later
-            cost = costs.of(num_rows + k * len(known)) + k * self._pass_cost * costs.of(len(known))
+            cost = costs.of(num_rows + k * len(known)) + costs.wait + k * self._pass_cost * costs.of(len(known))
             if (rate := tokens / cost) > best:
                 best, count = rate, k
         return count, 1 / plain - 1 / best
@@ -89,8 +100,11 @@ class DraftBudget:
     def _reading(self, tokens: int) -> float:
         return self._pass_cost * self._lengths.costs.of(tokens)
 
-    def _explore(self, num_rows: int, known: dict[str, int]) -> tuple[list[str], int]:
+    def _save(self, num_rows: int) -> None:
         self._saved = min(_MOST_SAVED, self._saved + _EXPLORED * self._lengths.costs.of(num_rows))
+
+    def _explore(self, num_rows: int, known: dict[str, int]) -> tuple[list[str], int]:
+        self._save(num_rows)
         name = min(known, key=known.__getitem__)
         cost = self._reading(max(1, known[name]))
         if self._saved < cost:

@@ -29,7 +29,7 @@ _DECAY, _OWN_DECAY = 0.99, 0.9  # per observation
 _LEAST_VALUE = 0.02  # probability below which a draft is not considered
 _ADJUST = 0.05  # of the difference (in logarithms) by which a measured ratio changes a cost
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # costs are kept at these numbers of tokens
-PROBES = _SIZES[:7]
+PROBES, DEVICE_PROBES = _SIZES[:7], _SIZES
 _PLAIN_SLOPE = 0.03  # of a step's cost per token more, where nothing was measured
 
 
@@ -53,6 +53,8 @@ class StepCosts:
     """What steps cost relative to each other, by their number of tokens."""
 
     def __init__(self) -> None:
+        self.wait = 0.0  # of a step that verifies drafts: for the tokens of the step before, in steps of one token
+        self.is_fixed = False  # measured at start, and not learned from steps
         self._costs = [1.0 + _PLAIN_SLOPE * (size - 1) for size in _SIZES]
         self._last: tuple[int, float] | None = None  # the step before: place in _SIZES, seconds
 
@@ -158,7 +160,19 @@ class DraftLengths:
     ) -> list[int]:
         """How many of each row's drafts to verify, and remember what was proposed. `num_rows`: of the step, if it has
         more than these."""
-        values: list[tuple[float, int]] = []  # probability, row
+        chosen = [0] * len(request_ids)
+        for _, i in self._worth(self._values(request_ids, proposals), num_rows or len(request_ids)):
+            chosen[i] += 1
+        return chosen
+
+    def promises(self, request_ids: Sequence[str], proposals: Sequence[Proposal], num_rows: int) -> bool:
+        """Whether any would be verified, if all rows of a step were like these; what was proposed is remembered."""
+        values = self._values(request_ids, proposals) * max(1, round(num_rows / len(request_ids)))
+        return bool(self._worth(values, num_rows))
+
+    def _values(self, request_ids: Sequence[str], proposals: Sequence[Proposal]) -> list[tuple[float, int]]:
+        """Of each draft the probability that it is right, and its row."""
+        values: list[tuple[float, int]] = []
         for i, (name, proposal) in enumerate(zip(request_ids, proposals, strict=True)):
             if not proposal.token_ids:
                 continue
@@ -174,10 +188,7 @@ class DraftLengths:
                     break
                 values.append((value, i))
                 value *= later
-        chosen = [0] * len(request_ids)
-        for _, i in self._worth(values, num_rows or len(request_ids)):
-            chosen[i] += 1
-        return chosen
+        return values
 
     def _worth(self, values: list[tuple[float, int]], num_rows: int) -> list[tuple[float, int]]:
         """The drafts of a step with the most tokens per second. Values fall along a row, so what is taken of it is its
@@ -186,10 +197,10 @@ class DraftLengths:
             return values
         values.sort(key=_falling)
         plain, tokens = num_rows / self.costs.of(num_rows), float(num_rows)
-        best, count = plain * CLEAR_GAIN, 0
+        best, count, wait = plain * CLEAR_GAIN, 0, self.costs.wait
         for m, (value, _) in enumerate(values, 1):
             tokens += value
-            if (rate := tokens / self.costs.of(num_rows + m)) > best:
+            if (rate := tokens / (self.costs.of(num_rows + m) + wait)) > best:
                 best, count = rate, m
         return values[:count]
 

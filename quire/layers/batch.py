@@ -114,6 +114,8 @@ class GroupStep(NamedTuple):
     host_tables: np.ndarray | None = None  # block_tables as the host knows them; None: it does not
     host_rows: np.ndarray | None = None  # [R] row_index as the host knows it
     both_ways: Sequence[BothWays] = ()  # for backends that say so (attention/both_ways.py)
+    num_drafts: Sequence[int] = ()  # host: how many of each row's last tokens may be wrong; only for groups of states
+    spare: int = -1  # block of the state after the first of them; those after the others follow
     is_static: bool = False  # to be captured; context_lens and query_lens then hold the largest values there can be
 
 

@@ -16,6 +16,7 @@ from quire.models.decoder import Decoder
 from quire.models.draft_heads import MedusaHeads, MlpSpeculator
 from quire.models.draft_layers import Eagle, Eagle3, FeatureDrafter, Mtp, Target
 from quire.ops.op import Kernels
+from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ HeadDrafter = MedusaHeads | MlpSpeculator | FeatureDrafter
 _PLACE = "speculative_config"
 
 
-def make_head(method: str, config: EngineConfig, model: Model, kernels: Kernels) -> HeadDrafter:
-    """`config`: the drafter's own; of method mtp that of the model."""
+def make_head(
+    method: str, config: EngineConfig, model: Model, kernels: Kernels, group: ShardGroup = ALONE
+) -> HeadDrafter:
+    """`config`: the drafter's own; of method mtp that of the model. `group`: the ranks that share it."""
     if not isinstance(model, Decoder):
         raise NotBuiltError(
             f"{_PLACE}: method {method!r} reads hidden states of Quire's own declarations, not of transformers' code",
@@ -39,7 +42,7 @@ def make_head(method: str, config: EngineConfig, model: Model, kernels: Kernels)
         there = _names(config)
         if there and method != "mtp":
             _check_size(method, raw, weight_files(config).num_bytes)
-    storage, width, vocab = storage_for(config, kernels), model.arch.width, model.arch.vocab
+    storage, width, vocab = storage_for(config, kernels, group), model.arch.width, model.arch.vocab
     match method:
         case "medusa":
             return MedusaHeads(raw, there, width, vocab, model.narrow_logits, storage)

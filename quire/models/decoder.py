@@ -129,14 +129,25 @@ class Tap:
 
     def __init__(self) -> None:
         self.state: Tensor | None = None  # [T, width]
+        self.buffer: Tensor | None = None  # where graphs leave it, [most tokens of a step, width]; None: none do
 
     def forget(self) -> None:
         self.state = None
 
+    def read(self, count: int) -> Tensor:
+        """[count, width]: of the latest step's first tokens."""
+        state = self.state if self.buffer is None else self.buffer
+        assert state is not None, "no step was computed yet"
+        return state[:count]
+
     def __call__(
         self, x: Tensor, delta: Delta, batch: Batch, rotaries: Sequence[RotaryTables], adapters: AdapterRows | None
     ) -> tuple[Tensor, Delta]:
-        self.state = x.clone() if delta is None else x + whole(delta)
+        if self.buffer is not None:
+            here = self.buffer[: len(x)]
+            here.copy_(x) if delta is None else torch.add(x, whole(delta), out=here)
+        else:
+            self.state = x.clone() if delta is None else x + whole(delta)
         return x, delta
 
 

@@ -1,11 +1,12 @@
 """Draft heads: small networks that read one hidden state of a model and say which tokens may follow the next one.
 
-In: hidden states [R, width] behind the model's final norm, and the token that each of them led to. Out: token ids
-[R, count]. They have no keys and values: what they draft depends on that state (and, of MLP speculators, on what they
-drafted before). Weights are loaded through a table. Must not know: files, rows, what verifies their drafts.
+In: hidden states [R, width] behind the model's final norm, the token that each of them led to, and how logits become
+tokens. Out: token ids [R, count]. They have no keys and values: what they draft depends on that state (and, of MLP
+speculators, on what they drafted before). Weights are loaded through a table. Must not know: files, rows, what verifies
+their drafts.
 
-    medusa          head i: h = x + silu(W x), some times; token i = argmax(V_i h); heads do not see each other
-    mlp_speculator  s = gelu(norm_i(P_i s + c E_i token)); token i = argmax(V_i s), which is what head i + 1 embeds
+    medusa          head i: h = x + silu(W x), some times; logits V_i h; heads do not see each other
+    mlp_speculator  s = gelu(norm_i(P_i s + c E_i token)); logits V_i s, whose token is what head i + 1 embeds
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from quire.schema.errors import CheckpointError
 MOST_HEADS = Range(1, 64)
 MOST_LAYERS = Range(1, 64)
 Logits = Callable[[Tensor], Tensor]
+Choose = Callable[
+    [Tensor, "TokenMap | None"], Tensor
+]  # logits [R, v] -> token ids [R]; the map: of ids that are its own
 
 
 class Heads(Protocol):
@@ -38,7 +42,7 @@ class Heads(Protocol):
     width: int  # of the states they read
     storage: Storage
 
-    def draft(self, states: Tensor, token_ids: Tensor, count: int) -> Tensor: ...
+    def draft(self, states: Tensor, token_ids: Tensor, count: int, choose: Choose) -> Tensor: ...
 
 
 class _DraftHeads(nn.Module):
@@ -124,16 +128,16 @@ class MedusaHeads(_DraftHeads):
         self.map = TokenMap("token_map", own, vocab, storage, offsets=False) if count and own < vocab else None
         self._logits, self._silu = logits, storage.of(silu)
 
-    def draft(self, states: Tensor, token_ids: Tensor, count: int) -> Tensor:
-        return torch.stack([self._token(i, states) for i in range(min(count, self.num_heads))], 1)
+    def draft(self, states: Tensor, token_ids: Tensor, count: int, choose: Choose) -> Tensor:
+        return torch.stack([choose(self._logits_of(i, states), self.map) for i in range(min(count, self.num_heads))], 1)
 
-    def _token(self, i: int, x: Tensor) -> Tensor:
+    def _logits_of(self, i: int, x: Tensor) -> Tensor:
         layers = self.blocks[i]
         assert isinstance(layers, nn.ModuleList)
         for layer in layers:
             x = x + self._silu(layer(x))
-        best = (self.heads[min(i, len(self.heads) - 1)](x) if len(self.heads) else self._logits(x)).argmax(-1)
-        return best if self.map is None else self.map(best)
+        logits: Tensor = self.heads[min(i, len(self.heads) - 1)](x) if len(self.heads) else self._logits(x)
+        return logits
 
     def finish_weights(self) -> None:
         super().finish_weights()
@@ -189,7 +193,7 @@ class MlpSpeculator(_DraftHeads):
         self._share = math.sqrt((1 - state_weight**2) * (inner / 2)) / state_weight
         self._gelu = storage.of(gelu)
 
-    def draft(self, states: Tensor, token_ids: Tensor, count: int) -> Tensor:
+    def draft(self, states: Tensor, token_ids: Tensor, count: int, choose: Choose) -> Tensor:
         tokens: list[Tensor] = []
         if self.first_norm is not None:
             states = self.first_norm(states) / math.sqrt(2)
@@ -197,6 +201,6 @@ class MlpSpeculator(_DraftHeads):
             embedded = self.emb[min(i, len(self.emb) - 1)](token_ids)
             states = self.proj[min(i, len(self.proj) - 1)](states) + self._share * embedded
             states = self._gelu(self.norms[min(i, len(self.norms) - 1)](states))
-            token_ids = self.head[min(i, len(self.head) - 1)](states).argmax(-1)
+            token_ids = choose(self.head[min(i, len(self.head) - 1)](states), None)
             tokens.append(token_ids)
         return torch.stack(tokens, 1)

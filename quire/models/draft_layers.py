@@ -137,11 +137,9 @@ class FeatureDrafter(nn.Module):
         """As the drafter reads it again."""
         return states
 
-    def choose(self, states: Tensor) -> Tensor:
-        """[S, width] that `forward` gave -> [S] token ids."""
-        logits = self.target.logits(states) if self.head is None else self.head(states)
-        best = logits.argmax(-1)
-        return best if self.map is None else self.map(best)
+    def logits(self, states: Tensor) -> Tensor:
+        """[S, width] that `forward` gave -> [S, v]. The ids are its own where it has a `map`."""
+        return self.target.logits(states) if self.head is None else self.head(states)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         return self.target.embed(token_ids) if self.embed is None else self.embed(token_ids)
@@ -260,8 +258,8 @@ class Eagle3(FeatureDrafter):
     def _rest(self) -> Sequence[nn.Module]:
         return list(self.layers)[1:]
 
-    def choose(self, states: Tensor) -> Tensor:
-        return super().choose(self.norm(states))
+    def logits(self, states: Tensor) -> Tensor:
+        return super().logits(self.norm(states))
 
 
 def _taps(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -249,6 +249,13 @@ def noise_bits(low: Tensor, high: Tensor, ids: Tensor) -> Tensor:
     return x
 
 
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[n] float32 in (0, 1): one number per row, of the same making as the noise of a token."""
+    low, high = keys(seeds, positions)
+    bits = noise_bits(low, high, torch.zeros_like(low)) >> 7  # as many as a float32 tells apart
+    return bits.to(torch.float32).add_(0.5).mul_(2.0**-24)
+
+
 def gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise, float32, decreasing with `bits`; large values (which decide) have the finest resolution.
 

@@ -26,6 +26,7 @@ from quire.schema.step import NewRow
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.sampling.rejection import DrawnDrafts
 
 
 PLAIN = RANDOM | TOP_K | TOP_P
@@ -97,10 +98,12 @@ class Sampler:
         *,
         num_rows: int,
         mask: tuple[Tensor, Tensor] | None = None,
+        drafts: DrawnDrafts | None = None,  # of rows that draw
     ) -> SampledTokens:
         chosen = self.rows.select(rows)
         step = StepRows(positions, self.rows.upload(positions), num_rows, mask)
         raw = self.mode.startswith("raw")
+        final: Tensor | None = None  # [S, V]: what tokens were chosen from
         seen = [values_of(logits[ask.where], self.mode) for ask in chosen.asks] if raw else []
         if chosen.adjusts or mask is not None or self.custom is not None:
             logits = self._pipeline.adjust(logits, chosen, step)
@@ -108,23 +111,38 @@ class Sampler:
             if chosen.columns is None:
                 chosen.columns = columns_of(self.rows, rows)
             token_ids, scores = self._choose(logits, chosen.columns[0], step.places, *chosen.columns[1])
-            if chosen.asks and not raw:
-                processed = self._narrowed(logits, chosen, step)
-                seen = [values_of(processed[ask.where], self.mode) for ask in chosen.asks]
+            if drafts is not None or (chosen.asks and not raw):
+                final = self._narrowed(logits, chosen, step)
+                seen = seen if raw else [values_of(final[ask.where], self.mode) for ask in chosen.asks]
         elif chosen.num_random == 0:
             seen = seen if raw else [values_of(logits[ask.where], self.mode) for ask in chosen.asks]
             token_ids = sample.greedy(logits)
             scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         else:
-            token_ids, scores, final = self._draw(logits, chosen, step, not raw and bool(chosen.asks))
-            if final is not None:
+            keep = drafts is not None or (not raw and bool(chosen.asks))
+            token_ids, scores, final = self._draw(logits, chosen, step, keep)
+            if final is not None and not raw:
                 seen = [values_of(final[ask.where], self.mode) for ask in chosen.asks]
+        if drafts is not None and final is not None:
+            self._decide(drafts, final, rows, step, token_ids, scores)
         self._tokens[chosen.row_index, step.places] = token_ids.to(self._tokens.dtype)
         picked = [(a, pick(v, token_ids[a.where], a.k, a.ids)) for a, v in zip(chosen.asks, seen, strict=True)]
         if self.custom is not None:
             self._unseen = rows.tolist(), token_ids
             return SampledTokens(token_ids, scores, picked, self.custom.take_failures())
         return SampledTokens(token_ids, scores, picked)
+
+    def _decide(
+        self, drafts: DrawnDrafts, final: Tensor, rows: np.ndarray, step: StepRows, token_ids: Tensor, scores: Tensor
+    ) -> None:
+        """At the places of these drafts tokens are chosen by the rejection rule."""
+        from quire.sampling.rejection import decide  # lazy
+
+        at, logits = drafts.places, final[drafts.places]
+        seeds = self.rows.upload(self.rows.seed[rows])[at]
+        decided = decide(logits, drafts, seeds, step.places[at])
+        token_ids[at] = decided
+        scores[at] = logits.gather(1, decided.unsqueeze(1)).squeeze(1).to(scores.dtype)
 
     def _narrowed(self, logits: Tensor, chosen: Selection, step: StepRows) -> Tensor:
         """What tokens were chosen from."""

@@ -65,10 +65,6 @@ class Scheduler:
             events=config.events,
             max_chunk=config.max_num_batched_tokens,
         )
-        if config.num_drafts and self.kv.has_state:
-            raise ConfigError(
-                f"num_drafts={config.num_drafts}: a recurrent state cannot be taken back to before drafts"
-            )
         self.tally, self.pace = SchedulerCounts(), TokenPace(min(TokenPace.LEAST, config.latency_tokens))
         self.clock = clock
         self.planner = Planner(config, self.kv, self.tally, clock, self.pace)

@@ -156,7 +156,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampled: list[list[int]]  # [] where the grant does not sample; several where drafts were right
     logprobs: list[LogprobRows | None] | None = None  # None: no request wants any
     prompt_logprobs: dict[str, LogprobRows] = {}  # request id -> rows for the prompt positions computed in this step
-    drafts: dict[str, list[int]] = {}  # what rows' next grants verify: of every row that sampled, if rows draft at all
+    drafts: dict[str, list[int]] = {}  # what the next grants of rows that sampled verify; of others nothing is drafted
     verified: dict[str, int] = {}  # how many drafts this step verified, where any
     pooled: dict[str, Pooled] = {}
     forward_seconds: float = 0.0

@@ -53,7 +53,7 @@ class GraphFields(NamedTuple):
 class DeviceInputs:
     def __init__(self, rows: Rows, max_tokens: int, fields: GraphFields = GraphFields()) -> None:
         device = rows.tokens.device
-        self.fields = fields
+        self.fields, self.max_tokens = fields, max_tokens
         self.rows, self.device, self.scrap = rows, device, rows.max_rows
         self.mirror = Mirror(rows.tables, device)
         # groups in which a token's place is its position; blocks of cross attention are another text's

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quire.drafting.proposer import MODEL_EVIDENCE, NOTHING, Proposal
 from quire.schema.step import NewRow
+from quire.worker.draft_choice import DraftChoice
 from quire.worker.draft_memory import DraftMemory
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ class _PairedText:
 
 
 class FeatureProposer:
-    def __init__(self, model: FeatureDrafter, memory: DraftMemory, most_tokens: int) -> None:
+    def __init__(self, model: FeatureDrafter, memory: DraftMemory, most_tokens: int, choice: DraftChoice) -> None:
         """`most_tokens`: of one of its passes, and states that rows keep."""
+        self.choice = choice
         self._model, self._memory, self._most_tokens = model, memory, most_tokens
         self._texts: dict[str, _PairedText] = {}
         self._since_bound = 0  # states read since rows were last held to their bound
@@ -76,10 +78,12 @@ class FeatureProposer:
         self.end(new.request_id)
         if len(new.token_ids) < self._memory.max_len:
             self._texts[new.request_id] = _PairedText(list(new.token_ids))
+            self.choice.begin(new)
 
     def end(self, request_id: str) -> None:
         if self._texts.pop(request_id, None) is not None:
             self._memory.end(request_id)
+            self.choice.end(request_id)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         text = self._texts.get(request_id)
@@ -102,7 +106,7 @@ class FeatureProposer:
         if not text.first <= start <= text.first + text.count:
             self._restart(request_id, text, start)
         text.cut_back(start)
-        text.states.append(states.clone())
+        text.states.append(states)
         self._since_bound += len(states)
         if self._since_bound >= self._most_tokens:
             self._since_bound = 0
@@ -153,19 +157,19 @@ class FeatureProposer:
     def _draft(self, names: list[str], count: int) -> dict[str, list[int]]:
         memory, tokens, model = self._memory, self._memory.rows.tokens, self._model
         lengths = [memory.length(name) for name in names]
-        rows = torch.tensor([memory.rows.row_of[name] for name in names])
-        places = torch.tensor(lengths)
+        rows, places = memory.places(names, lengths)
         self._catch_up(names, lengths)
         batch = memory.batch(names, lengths)
         states = model.forward(batch, self._unread(names)).index_select(0, batch.logit_index)
-        best = [model.choose(states)]
+        choose = self.choice.of(names, [len(self._texts[name].tokens) for name in names])
+        chosen = [choose(model.logits(states), model.map)]
         for i in range(1, count):
-            tokens[rows, places + i - 1] = best[-1].to(tokens.dtype)
+            tokens[rows, places + i - 1] = chosen[-1].to(tokens.dtype)
             states = model.forward(memory.batch(names, [length + i for length in lengths]), states)
-            best.append(model.choose(states))
+            chosen.append(choose(model.logits(states), model.map))
         for name, length in zip(names, lengths, strict=True):  # the rest was computed from its own states
             memory.computed[name] = length
-        return dict(zip(names, torch.stack(best, 1).tolist(), strict=True))
+        return dict(zip(names, torch.stack(chosen, 1).tolist(), strict=True))
 
     def _unread(self, names: list[str], counts: Sequence[int] | None = None) -> Tensor:
         """States of these rows, all or so many of each, as the drafter takes them."""

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from quire.drafting.proposer import MODEL_EVIDENCE, NOTHING, Proposal
 from quire.schema.step import NewRow
+from quire.worker.draft_choice import DraftChoice
 
 if TYPE_CHECKING:
     from quire.models.draft_heads import Heads
 
 
 class HeadProposer:
-    def __init__(self, heads: Heads) -> None:
-        self._heads = heads
+    def __init__(self, heads: Heads, choice: DraftChoice) -> None:
+        self._heads, self.choice = heads, choice
         self._lengths: dict[str, int] = {}
         self._read: dict[str, tuple[int, Tensor]] = {}  # by row: where its latest step began, and that step's states
         self._last: dict[str, tuple[Tensor, int]] = {}  # by row: the state that led to its last token, and the token
@@ -29,6 +30,7 @@ class HeadProposer:
     def begin(self, new: NewRow) -> None:
         self.end(new.request_id)
         self._lengths[new.request_id] = len(new.token_ids)
+        self.choice.begin(new)
 
     def a_state(self) -> Tensor:
         storage = self._heads.storage
@@ -50,6 +52,7 @@ class HeadProposer:
         self._lengths.pop(request_id, None)
         self._read.pop(request_id, None)
         self._last.pop(request_id, None)
+        self.choice.end(request_id)
 
     def behind(self, request_id: str) -> int | None:
         return 1 if request_id in self._last else None
@@ -61,5 +64,6 @@ class HeadProposer:
             return [NOTHING] * len(request_ids)
         states = torch.stack([self._last[name][0] for name in names])
         tokens = torch.tensor([self._last[name][1] for name in names], device=states.device)
-        drafts = dict(zip(names, self._heads.draft(states, tokens, count).tolist(), strict=True))
+        choose = self.choice.of(names, [self._lengths[name] for name in names])
+        drafts = dict(zip(names, self._heads.draft(states, tokens, count, choose).tolist(), strict=True))
         return [Proposal(drafts[name], MODEL_EVIDENCE) if name in drafts else NOTHING for name in request_ids]

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.layers.batch import Batch
+from quire.ops.copy import uploader
 from quire.schema.kv import KVSpec
 from quire.schema.params import ResolvedParams
 from quire.schema.step import NewRow, StepPlan
+from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import StepShape, build
 from quire.worker.kv_memory import KVMemory
 from quire.worker.rows import Rows
@@ -38,17 +41,22 @@ class DraftMemory:
         num_blocks: int,
         max_rows: int,
         max_len: int,
+        max_tokens: int,
         device: torch.device,
     ) -> None:
+        """`max_tokens`: of one pass."""
         layout = scratch_layout(specs, num_blocks)
         self.kv = KVMemory(layout, device)
         self.kv.bind(backend, model)
         self.rows = Rows(layout.groups, max_rows, max_len, device)
-        self.max_len, self._backend = max_len, backend
+        self.max_len, self.backend = max_len, backend
+        self.inputs = None if device.type == "cpu" else DeviceInputs(self.rows, max(max_tokens, max_rows))
         self._block_size = specs[0].block_size if specs else 1
         self._free = list(range(num_blocks - 1, -1, -1))
         self._blocks: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}  # tokens of each text whose keys and values are there and right
+        self.drafted: dict[str, list[int]] = {}  # what lies behind the text of a row, and was computed
+        self._upload = uploader(device)
 
     @property
     def num_free(self) -> int:
@@ -72,6 +80,7 @@ class DraftMemory:
             self.rows.apply(StepPlan(step=0, grants=(), left=(request_id,)))
             self._free += self._blocks.pop(request_id)
             del self.computed[request_id]
+            self.drafted.pop(request_id, None)
 
     def length(self, request_id: str) -> int:
         return int(self.rows.lengths[self.rows.row_of[request_id]])
@@ -85,10 +94,11 @@ class DraftMemory:
         if end >= self.max_len:
             self.end(request_id)
             return
-        drafted = self.rows.tokens[row, length:end].tolist()
-        agreed = next((i for i, (a, b) in enumerate(zip(drafted, token_ids, strict=True)) if a != b), len(token_ids))
+        drafted, agreed = self.drafted.pop(request_id, []), 0
+        while agreed < min(len(drafted), len(token_ids)) and drafted[agreed] == token_ids[agreed]:
+            agreed += 1
         self.computed[request_id] = min(self.computed[request_id], length + agreed, end - 1)
-        self.rows.tokens[row, length:end] = torch.tensor(token_ids, dtype=self.rows.tokens.dtype)
+        self.rows.put([(row, place, token) for place, token in enumerate(token_ids, length)])
         self.rows.lengths[row] = end
 
     def reserve(self, request_id: str, length: int) -> bool:
@@ -117,4 +127,12 @@ class DraftMemory:
         counts = np.array(ends, np.int64) - starts
         shape = StepShape(rows, starts, counts, np.cumsum(counts), np.ones(len(rows), np.bool_), np.arange(len(rows)))
         self.computed.update(zip(request_ids, ends, strict=True))
-        return build(shape, self.rows, self._backend)
+        if self.inputs is not None:
+            return self.inputs.build(shape, self.backend).batch
+        return build(shape, self.rows, self.backend)
+
+    def places(self, request_ids: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[n] each: their rows, and what stands behind their texts."""
+        own = [self.rows.row_of[name] for name in request_ids]
+        rows, places = self._upload(np.array([own, lengths], np.int64))
+        return rows, places

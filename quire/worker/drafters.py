@@ -14,20 +14,27 @@ from torch import Tensor
 
 from quire.base.log import logger
 from quire.config.engine import replace
+from quire.config.kernels import CUDAGraphMode
 from quire.drafting.proposer import Proposer
 from quire.loader.drafters import HeadDrafter, make_head
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, Tap
 from quire.models.draft_heads import MedusaHeads, MlpSpeculator
 from quire.models.draft_layers import FeatureDrafter
 from quire.ops.op import Kernels
-from quire.quant.shard import ALONE
+from quire.quant.shard import ALONE, ShardGroup
+from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec
+from quire.worker.capture import Capturer
+from quire.worker.device_inputs import DeviceInputs
+from quire.worker.draft_choice import DraftChoice, DrawnChoice
 from quire.worker.draft_features import FeatureProposer
 from quire.worker.draft_heads import HeadProposer
 from quire.worker.draft_memory import DraftMemory
 from quire.worker.draft_model import DraftModel
+from quire.worker.graphs import DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import BindsKV
 from quire.worker.kv_scales import kv_dtype_of
+from quire.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -41,10 +48,19 @@ class Drafter:
     """A loaded drafter: a draft model, or a head that reads the hidden states of the model."""
 
     def __init__(
-        self, model: Model | HeadDrafter, config: EngineConfig, parts: WorkerParts, device: torch.device
+        self,
+        model: Model | HeadDrafter,
+        config: EngineConfig,
+        parts: WorkerParts,
+        target: Model,
+        device: torch.device,
+        *,
+        drawn_vocab: int = 0,
     ) -> None:
-        """`config`: the drafter's own; of method mtp that of the model."""
+        """`config`: the drafter's own; of method mtp that of the model. `target`: the model that is drafted for.
+        `drawn_vocab`: its tokens, if drafts are drawn from distributions over them; 0: they are the best."""
         self.model, self._config, self._parts, self._device = model, config, parts, device
+        self._drawn_vocab, self._taps = drawn_vocab, self._tap(target)
         self.specs: tuple[KVSpec, ...] = ()
         if not isinstance(model, MedusaHeads | MlpSpeculator):
             self.specs = tuple(model.kv_specs(config.cache_config.block_size, kv_dtype_of(config)))
@@ -61,24 +77,49 @@ class Drafter:
     def proposer(self, layout: KVLayout, max_model_len: int) -> Proposer:
         """`layout`: of the model that is drafted for, whose KV memory ours is measured by."""
         if isinstance(self.model, MedusaHeads | MlpSpeculator):
-            return HeadProposer(self.model)
+            return HeadProposer(self.model, self._choice())
         most_tokens = self._config.scheduler_config.max_num_batched_tokens
         memory = self._memory(self.model, layout, max_model_len)
         if isinstance(self.model, FeatureDrafter):
-            return FeatureProposer(self.model, memory, most_tokens)
-        return DraftModel(self.model, memory, most_tokens)
+            return FeatureProposer(self.model, memory, most_tokens, self._choice())
+        runner = None if memory.inputs is None else self._runner(self.model, memory, memory.inputs)
+        return DraftModel(self.model, memory, most_tokens, self._choice(), runner)
 
-    def inner_states(self, model: Model) -> Callable[[], Tensor] | None:
-        """What the drafter reads of the model's inside, of its latest step; None: nothing."""
+    def _choice(self) -> DraftChoice:
+        return DrawnChoice(self._drawn_vocab) if self._drawn_vocab else DraftChoice()
+
+    def inner_states(self) -> Callable[[int], Tensor] | None:
+        """What the drafter reads of the model's inside, of its latest step's first tokens; None: nothing."""
+        taps = self._taps
+        return (lambda count: torch.cat([tap.read(count) for tap in taps], -1)) if taps else None
+
+    def _tap(self, target: Model) -> list[Tap]:
+        """Before graphs of the model are captured: they leave what is read in memory of ours."""
         if not isinstance(self.model, FeatureDrafter) or not self.model.taps:
-            return None
-        assert isinstance(model, Decoder)  # others have no such drafter
-        taps = model.tap(self.model.taps)
+            return []
+        assert isinstance(target, Decoder)  # others have no such drafter
+        taps = target.tap(self.model.taps)
+        if self._device.type != "cpu":
+            most = max(self._config.scheduler_config.max_num_batched_tokens, self._config.scheduler_config.max_num_seqs)
+            storage = self.model.storage
+            for tap in taps:
+                tap.buffer = torch.zeros((most, target.arch.width), dtype=storage.dtype, device=self._device)
+        return taps
 
-        def states() -> Tensor:
-            return torch.cat([tap.state for tap in taps if tap.state is not None], -1)
-
-        return states
+    def _runner(self, model: Model, memory: DraftMemory, inputs: DeviceInputs) -> ModelRunner:
+        """For a draft model: its steps of one token for each row are captured, as those of a model are."""
+        config, rows = self._config, memory.rows
+        sampler = Sampler(config, model.arch.vocab, rows.tokens)
+        runner = ModelRunner(model, rows, sampler, memory.backend, kv=memory.kv, inputs=inputs)
+        sizes = config.compilation_config.cudagraph_capture_sizes or ()
+        mode = CUDAGraphMode[config.compilation_config.cudagraph_mode or "NONE"]
+        if model.captures and sizes and mode.decode_mode() is CUDAGraphMode.FULL:
+            runner.graphs = DecodeGraphs(
+                useful_sizes(sizes, rows.max_rows), model, memory.backend, inputs, sampler.plain,
+                Capturer(self._device), max_context=memory.max_len,
+            )  # fmt: skip
+            runner.graphs.capture()
+        return runner
 
     def _memory(self, model: BindsKV, layout: KVLayout, max_model_len: int) -> DraftMemory:
         config, theirs = self._config, max(1, _token_bytes(layout.specs))
@@ -91,7 +132,8 @@ class Drafter:
         _log.info("Drafter: %d KV blocks, %.2f GiB", num_blocks, num_blocks * block_bytes / 2**30)
         backend = self._parts.select_backend(self._device.type, self.specs, config.attention_config.backend)
         return DraftMemory(
-            model, self.specs, backend, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len, device=self._device,
+            model, self.specs, backend, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len,
+            max_tokens=config.scheduler_config.max_num_batched_tokens, device=self._device,
         )  # fmt: skip
 
 
@@ -99,8 +141,10 @@ def _token_bytes(specs: Sequence[KVSpec]) -> int:
     return sum(spec.token_bytes for spec in specs)
 
 
-def load_drafter(config: EngineConfig, kernels: Kernels, parts: WorkerParts, target: Model) -> Drafter | None:
-    """`target`: the model that is drafted for. None: the method has no model."""
+def load_drafter(
+    config: EngineConfig, kernels: Kernels, parts: WorkerParts, target: Model, group: ShardGroup = ALONE
+) -> Drafter | None:
+    """`target`: the model that is drafted for, which these ranks share. None: the method has no model."""
     speculative = config.speculative_config
     if speculative is None or not speculative.has_drafter:
         return None
@@ -112,9 +156,12 @@ def load_drafter(config: EngineConfig, kernels: Kernels, parts: WorkerParts, tar
             "cache_config.cache_dtype": speculative.drafter.cache_dtype,
         }
     own = replace(config, **changes)
+    if speculative.draft_tensor_parallel_size == 1:
+        group = ALONE  # all ranks compute the same
     if speculative.method == "draft_model":
-        model: Model | HeadDrafter = parts.make_model(own, kernels, ALONE)
+        model: Model | HeadDrafter = parts.make_model(own, kernels, group)
     else:
-        model = make_head(speculative.method or "", own, target, kernels)
+        model = make_head(speculative.method or "", own, target, kernels, group)
     parts.reload_weights(model, own)
-    return Drafter(model, own, parts, kernels.device)
+    drawn_vocab = target.arch.vocab if speculative.draft_sample_method == "probabilistic" else 0
+    return Drafter(model, own, parts, target, kernels.device, drawn_vocab=drawn_vocab)

@@ -63,6 +63,7 @@ class Replayed(NamedTuple):
 
     row_index: Tensor  # int32 [B]
     contexts: Tensor  # int32 [B]
+    hidden: Tensor  # [B, width]
     logits: Tensor  # [B, V]
     result: Tensor  # int32 [2, B]: chosen tokens, bits of their scores
 
@@ -183,8 +184,9 @@ class DecodeGraphs:
         that were run find everything there."""
         first = partial(self.run_uncaptured, bucket) if try_first else None
         graph, replayed = self._capturer.capture(partial(self._step, bucket), first)
-        # The logits' memory goes back to the pool, so that all buckets share it; a borrowed view stays.
-        self._captured[bucket] = graph, replayed._replace(logits=borrow(replayed.logits))
+        # The memory of states and logits goes back to the pool, so that all buckets share it; a borrowed view stays.
+        borrowed = replayed._replace(hidden=borrow(replayed.hidden), logits=borrow(replayed.logits))
+        self._captured[bucket] = graph, borrowed
 
     def _step(self, bucket: int) -> Replayed:
         """Everything a graph holds."""
@@ -204,7 +206,7 @@ class DecodeGraphs:
         logits = self._model.narrow_logits(hidden)
         result = self._results[: 2 * bucket].view(2, bucket)
         self._plain(logits, rows, buffers.contexts, result, filters=True)
-        return Replayed(rows, buffers.contexts, logits, result)
+        return Replayed(rows, buffers.contexts, hidden, logits, result)
 
 
 def useful_sizes(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:

@@ -68,6 +68,8 @@ def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
                 slots=_slots(table, token_rows, positions, device),
                 both_ways=shape.both_ways,
             )
+            if shape.num_sampled is not None and table.spare >= 0:
+                step = step._replace(num_drafts=num_drafts(shape.num_sampled).tolist(), spare=table.spare)
         plans.append(backend.plan(step, table.group))
         steps.append(step)
     return Batch(
@@ -118,6 +120,12 @@ def sampled_places(shape: StepShape) -> Places:
     entries = np.repeat(np.arange(len(shape.rows)), shape.num_sampled)
     back = np.cumsum(shape.num_sampled)[entries] - np.arange(len(entries))  # from the end of the row's tokens
     return Places(shape.ends[entries] - back, (shape.starts + shape.counts)[entries] + 1 - back, entries)
+
+
+def num_drafts(num_sampled: np.ndarray) -> np.ndarray:
+    """[R] of each row: what it samples, but for one."""
+    counts: np.ndarray = np.maximum(num_sampled - 1, 0)
+    return counts
 
 
 def sampled_of(shape: StepShape, rows: Rows) -> tuple[np.ndarray, np.ndarray, list[int]]:

@@ -33,9 +33,11 @@ class BindsKV(Protocol):
 
 
 class KVMemory:
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
-        self.layout, self.device = layout, device
-        self.slots = [allocate(layout.num_blocks, layout.page_bytes, device) for _ in layout.slots]
+    def __init__(self, layout: KVLayout, device: torch.device, num_spare: int = 0) -> None:
+        """`num_spare`: blocks behind those of the layout, of which plans know nothing."""
+        self.layout, self.device, self.num_spare = layout, device, num_spare
+        self.num_blocks = layout.num_blocks + num_spare
+        self.slots = [allocate(self.num_blocks, layout.page_bytes, device) for _ in layout.slots]
         # copies move words, not bytes, where a page is made of whole words
         self._word = next(word for word in (torch.int64, torch.int32, torch.uint8) if not _rest(layout, word))
         self._pages = [slot.view(self._word) for slot in self.slots]
@@ -44,7 +46,7 @@ class KVMemory:
         """Hand every layer its cache, views of this memory; by the layer's name."""
         specs = {spec.layer: spec for spec in self.layout.specs}
         caches = {
-            layer: backend.make_cache(specs[layer], self.layout.num_blocks, pages)
+            layer: backend.make_cache(specs[layer], self.num_blocks, pages)
             for layers, pages in zip(self.layout.slots, self.slots, strict=True)
             for layer in layers
         }
@@ -102,7 +104,7 @@ class KVMemory:
             yield index[first : first + count], host[first : first + count]
 
     def _check(self, blocks: Sequence[int], *, written: bool = False) -> None:
-        wrong = [block for block in blocks if not 0 <= block < self.layout.num_blocks]
+        wrong = [block for block in blocks if not 0 <= block < self.num_blocks]
         if wrong:
             raise RuntimeError(f"block {wrong[0]} is not among the {self.layout.num_blocks} of the KV cache")
         if written and len(set(blocks)) < len(blocks):

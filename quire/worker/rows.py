@@ -39,6 +39,7 @@ class BlockTable:
 
     def __init__(self, group: KVGroup, max_rows: int, max_tokens: int) -> None:
         self.group = group
+        self.spare = -1  # first block for states after drafts (worker/draft_states.py); -1: there are none
         self.host = np.full((max_rows, -(-longest_of(group, max_tokens) // group.block_size)), -1, np.int32)
         self.changed: list[tuple[int, int, int]] | None = None  # (row, from, to) since the last look; None: no mirror
         self._used = [0] * max_rows
@@ -146,8 +147,12 @@ class Rows:
         known = [(self.row_of[new.request_id], new.position, new.token_id) for new in sampled
                  if new.request_id in self.row_of]  # fmt: skip
         if known:
-            rows, positions, tokens = self._upload(np.array(known, np.int64).T.copy())
-            self.tokens[rows, positions] = tokens.to(self.tokens.dtype)
+            self.put(known)
+
+    def put(self, tokens: Sequence[tuple[int, int, int]]) -> None:
+        """Row, position and token of each."""
+        rows, positions, token_ids = self._upload(np.array(tokens, np.int64).T.copy())
+        self.tokens[rows, positions] = token_ids.to(self.tokens.dtype)
 
     def apply(self, plan: StepPlan) -> RowChanges:
         changes = RowChanges()

@@ -3,8 +3,9 @@ results.
 
 In: StepPlan, Mask. Out: a PendingStep whose result() is the StepResult. Several steps may be started before the first
 result is read: each writes its tokens into the rows, where the next one finds them.
-On a device of its own (device_inputs.py) nothing here waits for it: results are copied to pinned memory behind an
-event, and a step whose rows need only the plain choice is launched whole by forward(), as a graph where one fits.
+On a device of its own (device_inputs.py) nothing here waits for it but drafts: results are copied to pinned memory
+behind an event, and a step whose rows need only the plain choice is launched whole by forward(), as a graph where one
+fits.
 A request whose logits are not numbers, whose parameters cannot be served, or whose processor failed is named in
 StepResult.failed; the others go on.
 Of a pipeline every stage has a runner: the model gets its input and gives its output through a Pipe, and only the last
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +34,7 @@ from quire.ops.copy import downloader, upload
 from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
 from quire.sampling.sampler import FILTERS, Sampler
 from quire.schema.errors import NotBuiltError
+from quire.schema.kv import KVKind
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, SamplingIndices
 from quire.worker.drafts import Drafts, num_sampled
@@ -69,10 +72,21 @@ class PendingStep:
     keeps: list[bool] | None = None  # [S]: where drafts were verified, the tokens up to the first that is no draft
     drafts: dict[str, list[int]] = field(default_factory=dict)
     verified: dict[str, int] = field(default_factory=dict)
+    follow: Callable[[], None] | None = (
+        None  # what its tokens lead to, where rows draft: to be called when they are there
+    )
+    is_followed: bool = False
+    is_passed: bool = False  # a later step was started before its tokens were looked at
 
-    def result(self) -> StepResult:
+    def settle(self) -> None:
+        """Wait for the tokens, and do what follows from them."""
         if self.ready is not None:
             self.ready.synchronize()
+        if self.follow is not None:
+            self.follow()
+
+    def result(self) -> StepResult:
+        self.settle()
         out: list[list[int]] = [[] for _ in self.plan.grants]
         failed = dict(self.failed)
         if self.token_ids is not None and self.scores is not None:
@@ -159,6 +173,7 @@ class ModelRunner:
         self.pipe, self.samples = pipe, pipe is None or pipe.is_last
         self.balance: ExpertBalance | None = None  # None: experts stay where they are
         self._flight: _Flight | None = None
+        self._latest: PendingStep | None = None  # where rows draft: the step before
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
     def calibrate_next(self) -> None:
@@ -167,6 +182,18 @@ class ModelRunner:
             cache.uncalibrated = True
 
     def forward(self, plan: StepPlan) -> None:
+        if self.drafts is None:
+            self._forward(plan)
+            return
+        before, self._latest = self._latest, None
+        if before is not None and (before.verified or self.drafts.wants_tokens):
+            before.settle()
+        with self.drafts.lock:  # results may be read by another thread
+            if before is not None and not before.is_followed:
+                before.is_passed = True
+            self._forward(plan)
+
+    def _forward(self, plan: StepPlan) -> None:
         began = now()
         self._flight = None
         refuse_unbuilt(plan, drafts=self.drafts is not None, media=self.media is not None)
@@ -244,6 +271,8 @@ class ModelRunner:
             inputs.send_decode(shape, bucket)
             replayed = graphs.replay(bucket)
             flight.logits = replayed.logits[: len(shape.rows)]
+            if self.drafts is not None and self.drafts.reader is not None:
+                flight.hidden = replayed.hidden[: len(shape.rows)]
             if need is not None:
                 flight.pending = self._take(flight, replayed.result)
         elif self.mixed is not None and not measures and (step := self.mixed.send(shape)) is not None:
@@ -300,8 +329,6 @@ class ModelRunner:
             pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden, flight.adapter_index)
         if flight.sample_grants and flight.pending is None:
             self._sample_all(flight, mask, pending)
-            if flight.shape.num_sampled is not None and self.drafts is not None:
-                self._verify(flight, mask, pending, self.drafts)
         if self._lost:
             granted = {grant.request_id for grant in flight.plan.grants}
             pending.failed = {name: why for name, why in self._lost.items() if name in granted}
@@ -311,9 +338,10 @@ class ModelRunner:
         pending.seconds = flight.seconds + now() - began
         if self.drafts is not None:
             if self.drafts.reader is not None and flight.hidden is not None:
-                self.drafts.read(flight.shape, flight.hidden, self.drafts.reader)
+                with self.drafts.lock:
+                    self.drafts.read(flight.shape, flight.hidden, self.drafts.reader)
             if pending.token_ids is not None:
-                self._draft(flight, pending, self.drafts)
+                self._draft_after(flight, mask, pending, self.drafts)
         return pending
 
     @torch.inference_mode()
@@ -322,7 +350,10 @@ class ModelRunner:
         logits = flight.logits
         if logits is None:
             logits = self._logits(flight)
-        if mask is not None or not self.sampler.takes_any_dtype(flight.sample_rows):
+        drawn = None
+        if self.drafts is not None and flight.shape.num_sampled is not None:
+            drawn = self.drafts.drawn(flight.plan.grants, flight.sample_grants)
+        if mask is not None or drawn is not None or not self.sampler.takes_any_dtype(flight.sample_rows):
             logits = logits.float()
         sampled = self.sampler(
             logits,
@@ -330,6 +361,7 @@ class ModelRunner:
             flight.sample_positions,
             num_rows=self.rows.num_rows,
             mask=_mask_of(mask, flight.sample_grants, logits) if mask is not None else None,
+            drafts=drawn,
         )
         pending.token_ids, pending.scores = self._download(sampled.token_ids), self._download(sampled.scores)
         pending.logprobs = [(ask, picked.on_host()) for ask, picked in sampled.logprobs]
@@ -337,30 +369,53 @@ class ModelRunner:
 
     def draft_with(self, drafts: Drafts) -> None:
         """From now on, grants may verify what this proposes."""
-        if self.inputs is not None or self.sampler.custom is not None:
-            raise NotBuiltError("drafts are verified on CPU only, and not beside custom logits processors")
-        self.drafts = drafts
+        if self.sampler.custom is not None:
+            raise NotBuiltError("drafts are not verified beside custom logits processors")
+        if any(table.group.kind is KVKind.STATE for table in self.rows.tables):
+            if not self.kv.num_spare:
+                raise NotBuiltError("the model has recurrent states, and there are no blocks for those after drafts")
+            from quire.worker.draft_states import DraftStates  # lazy
 
-    def _verify(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:
+            drafts.states = DraftStates(self.rows, self.kv)
+        self.drafts, self._latest = drafts, None
+
+    def _draft_after(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:
+        """Let tokens be verified and drafted from once they are there: on a device of its own when the next step is
+        started, if that has to know them, or when the result is read."""
+        if flight.shape.num_sampled is not None:
+            grants = flight.plan.grants
+            pending.verified = {grant.request_id: grant.num_drafts for grant in grants if grant.num_drafts}
+        pending.follow = partial(self._follow, flight, mask, pending, drafts)
+        if self.inputs is None:
+            pending.settle()
+        else:
+            self._latest = pending
+
+    def _follow(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:
         """Every position of a draft was sampled with what plain decoding would use, so tokens up to the first that
         differs from its draft are plain decoding's."""
         assert pending.token_ids is not None
-        pending.keeps = drafts.accept(flight.plan, flight.sample_grants, pending.token_ids.tolist(), mask)
-        grants = flight.plan.grants
-        pending.verified = {grant.request_id: grant.num_drafts for grant in grants if grant.num_drafts}
-
-    def _draft(self, flight: _Flight, pending: PendingStep, drafts: Drafts) -> None:
-        """For the next step of the rows that sampled."""
-        assert pending.token_ids is not None
-        tokens, grants = pending.token_ids.tolist(), flight.plan.grants
-        keeps = pending.keeps or [True] * len(tokens)
-        sampled: dict[str, list[int]] = {}
-        for index, token, keep in zip(flight.sample_grants, tokens, keeps, strict=True):
-            if keep:
-                sampled.setdefault(grants[index].request_id, []).append(token)
-        num_tokens = int(flight.shape.ends[-1])
-        drafts.advance(sampled, num_tokens, prompts=num_tokens > len(tokens))
-        pending.drafts = {name: drafts.of.get(name, []) for name in sampled}
+        with drafts.lock:
+            if pending.is_followed:
+                return
+            pending.is_followed = True
+            tokens, grants = pending.token_ids.tolist(), [flight.plan.grants[i] for i in flight.sample_grants]
+            sampled: dict[str, list[int]] = {}
+            if not pending.verified:
+                sampled = {
+                    grant.request_id: [token]
+                    for grant, token in zip(grants, tokens, strict=True)
+                    if drafts.is_current(grant)
+                }
+            else:
+                pending.keeps = drafts.accept(flight.plan, flight.sample_grants, tokens, mask)
+                for grant, token, keep in zip(grants, tokens, pending.keeps, strict=True):
+                    if keep and drafts.is_current(grant):
+                        sampled.setdefault(grant.request_id, []).append(token)
+            num_tokens = int(flight.shape.ends[-1])
+            drafts.advance(sampled, num_tokens, prompts=num_tokens > len(tokens), late=pending.is_passed)
+            if drafts.of:
+                pending.drafts = {name: drafts.of[name] for name in sampled if name in drafts.of}
 
     def _logits(self, flight: _Flight) -> Tensor:
         """[S, V] of the positions that sample."""

@@ -32,7 +32,7 @@ from quire.quant.shard import ALONE, ShardGroup
 from quire.sampling.sampler import Sampler
 from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.errors import NotBuiltError
-from quire.schema.kv import KVLayout, KVSpec, ModelInfo
+from quire.schema.kv import KVKind, KVLayout, KVSpec, ModelInfo
 from quire.schema.media import ArrayData, MediaItem
 from quire.schema.params import ResolvedParams
 from quire.schema.step import EncodeItem, Grant, Mask, NewRow, StepPlan
@@ -168,7 +168,7 @@ class Worker:
             if self.config.speculative_config is not None and self.config.speculative_config.has_drafter:
                 from quire.worker.drafters import load_drafter  # lazy
 
-                self._drafter = load_drafter(self.config, self.kernels, self._parts, model)
+                self._drafter = load_drafter(self.config, self.kernels, self._parts, model, self.group)
                 self._laps.mark("drafter")
             model_config, cache_config = self.config.model_config, self.config.cache_config
             kv_dtype = kv_dtype_of(self.config)
@@ -223,10 +223,11 @@ class Worker:
             parallel = self.config.parallel_config
             num_workers = self.group.world_size // parallel.nnodes * parallel.num_engines_here
             total = kv_bytes(configured, num_workers=num_workers)
-            return total if self._drafter is None else self._drafter.leave(total, self._specs)
-        if configured is not None or not self._specs:  # without specs nothing is kept between steps
-            return configured or 0
-        return self._gpu_bytes()
+        elif configured is not None or not self._specs:  # without specs nothing is kept between steps
+            total = configured or 0
+        else:
+            total = self._gpu_bytes()
+        return total if self._drafter is None else self._drafter.leave(total, self._specs)
 
     def _gpu_bytes(self) -> int:
         """Measured by running the largest step before there is a KV cache."""
@@ -241,11 +242,12 @@ class Worker:
             if mixed:
                 graphs = max(graphs, peak(self.device, partial(trial.mixed_graph, mixed[-1])))
             self._laps.mark("captured steps")
+        num_graphs = len(sizes) * (1 if self._drafter is None else 2) + len(mixed) + len(self._adapter_sizes())
         budget = measure(
             self.device,
             others=self._others,
             step=largest,
-            graphs=graphs + PER_GRAPH * (len(sizes) + len(mixed) + len(self._adapter_sizes())),
+            graphs=graphs + PER_GRAPH * num_graphs,
             static=8 * (step.max_num_seqs + 1) * (length + 1),  # tokens of all rows, and their tables
             share=self.config.cache_config.gpu_memory_utilization,
         )
@@ -275,7 +277,7 @@ class Worker:
                     param="decode_context_parallel_size",
                 )
             backend = WithContextRanks.over(backend, self.group.context, self._specs)
-        kv = KVMemory(layout, self.device)
+        kv = KVMemory(layout, self.device, self._num_spare(layout))
         scaled = self._scaled = scaled_caches(kv.bind(backend, model))
         set_scales(scaled, self._kv_scales)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
@@ -309,6 +311,16 @@ class Worker:
             if mixed := self._mixed_sizes(layout):
                 runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
         return runner
+
+    def _num_spare(self, layout: KVLayout) -> int:
+        """Blocks for states after drafts."""
+        num_groups = sum(group.kind is KVKind.STATE for group in layout.groups)
+        if self.config.speculative_config is None or not num_groups:
+            return 0
+        from quire.worker.draft_states import num_spare  # lazy
+
+        rows = self.config.scheduler_config.max_num_seqs
+        return num_groups * int(num_spare(self.config.num_speculative_tokens, rows))
 
     def _make_media(self, rows: Rows) -> WorkerMedia | None:
         """For requests that bring vectors, or what an encoder makes vectors of."""
@@ -415,15 +427,18 @@ class Worker:
             freed = tuple(one.item.key for one in encode)
             self.forward(StepPlan(step=0, grants=(), left=("warm-up",), free_encoded=freed))
         self._balance_experts(self.model_runner)
+        if self.config.speculative_config is not None:
+            from quire.worker.draft_setup import draft_as_configured  # lazy
+            from quire.worker.drafts import DraftClock  # lazy
+
+            length = self.config.model_config.max_model_len
+            clock = DraftClock(self.group, of_processor=on_cpu)
+            draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter, clock)
+            self._laps.mark("drafts")
         if self.config.cache_config.calculate_kv_scales:
             self.model_runner.calibrate_next()
         if not on_cpu:
             self._parts.watch()
-        if self.config.speculative_config is not None:
-            from quire.worker.draft_setup import draft_as_configured  # lazy
-
-            length = self.config.model_config.max_model_len
-            draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter)
 
     def _warm_up_item(self) -> MediaItem:
         """One vector that an encoder could have made."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,8 @@ class Kind:
     states_of: Callable[[Sequence[int]], Tensor]  # of a text, as the drafter reads them
     plain: Found
     keys: dict[str, Any]
+    asked: list[EngineRequest] = field(default_factory=requests)
+    compared: float = 0.2  # of its drafts
 
 
 class Forced:
@@ -88,7 +90,7 @@ class Forced:
     def __init__(self, kind: Kind, own: Any, share: float) -> None:
         self._kind, self._own, self._share = kind, own, share
         self._rng = random.Random(5)
-        prompts = {one.request_id: list(one.prompt_token_ids) for one in requests()}
+        prompts = {one.request_id: list(one.prompt_token_ids) for one in kind.asked}
         self._whole = {name: prompts[name] + said for name, (said, _, _) in kind.plain.items()}
         self._states: dict[str, Tensor] = {}
         self._texts: dict[str, list[int]] = {}
@@ -122,7 +124,7 @@ class Forced:
         text, whole = self._texts[name], self._whole[name]
         is_over = len(text) > len(whole)  # it has ended, which is not known yet where it is planned
         assert is_over or text == whole[: len(text)]
-        if proposal.token_ids and not is_over and self._rng.random() < 0.2:
+        if proposal.token_ids and not is_over and self._rng.random() < self._kind.compared:
             base = self._own._texts[name].base if isinstance(self._own, FeatureProposer) else 0
             if name not in self._states:
                 self._states[name] = self._kind.states_of(whole)
@@ -144,8 +146,8 @@ class ForcedDrafter:
         self.forced = Forced(self._kind, self._kind.drafter.proposer(layout, length), self._share)
         return self.forced
 
-    def inner_states(self, model: Any) -> Any:
-        return self._kind.drafter.inner_states(model)
+    def inner_states(self) -> Any:
+        return self._kind.drafter.inner_states()
 
 
 def make_engine(folder: Path) -> Engine:
@@ -154,7 +156,7 @@ def make_engine(folder: Path) -> Engine:
 
 def load(engine: Engine, folder: Path, keys: dict[str, Any]) -> Drafter:
     args = EngineArgs(
-        model=str(folder), speculative_config=keys, dtype="float32", device="cpu", skip_tokenizer_init=True,
+        model=str(folder), speculative_config=keys, dtype="float32", skip_tokenizer_init=True,
         max_model_len=LENGTH, max_num_seqs=8, max_num_batched_tokens=64, block_size=16,
     )  # fmt: skip
     worker = engine.executor.worker

@@ -77,7 +77,7 @@ def speculative(folder: Path, **more: Any) -> dict[str, Any]:
 
 def drafter_of(engine: Engine, model: Path, keys: dict[str, Any]) -> Drafter:
     args = EngineArgs(
-        model=str(model), speculative_config=keys, dtype="float32", device="cpu", skip_tokenizer_init=True,
+        model=str(model), speculative_config=keys, dtype="float32", skip_tokenizer_init=True,
         max_model_len=LENGTH, max_num_seqs=8, max_num_batched_tokens=64, block_size=16,
     )  # fmt: skip
     worker = engine.executor.worker

@@ -14,6 +14,7 @@ import pytest
 
 from quire.base import env
 from quire.config import EngineArgs
+from quire.drafting.lengths import DraftLengths
 from quire.drafting.proposer import Proposal
 from quire.engine.loop import EngineLoop
 from quire.engine.masking import make_masks
@@ -23,7 +24,6 @@ from quire.grammar.masks import Masks
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
-from quire.schema.errors import NotBuiltError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import ResolvedParams
@@ -78,7 +78,7 @@ class Engine:
     def __init__(self, model: str, **options: Any) -> None:
         args = EngineArgs(
             **({"model": model} if model else {}), max_model_len=LENGTH, max_num_seqs=8, max_num_batched_tokens=64,
-            block_size=16, device="cpu", **options,
+            block_size=16, **options,
         )  # fmt: skip
         self.config = args.create_engine_config()
         self.executor = InProcessExecutor(self.config)
@@ -89,7 +89,14 @@ class Engine:
         self.masks: Masks = make_masks(self.config, info.vocab_size)
         self.num_grants = self.num_drafting = 0
 
-    def run(self, requests: list[EngineRequest], *, drafter: Scripted | None = None, depth: int = 1) -> Found:
+    def run(
+        self,
+        requests: list[EngineRequest],
+        *,
+        drafter: Scripted | None = None,
+        depth: int = 1,
+        lengths: DraftLengths | None = None,
+    ) -> Found:
         settings = SchedulerSettings(
             max_model_len=LENGTH, max_num_batched_tokens=64, max_num_seqs=8, depth=depth,
             num_drafts=DRAFTS if drafter else 0, prefix_caching=False,
@@ -97,7 +104,7 @@ class Engine:
         runner = self.executor.worker.model_runner
         runner.drafts = None
         if drafter is not None:
-            runner.draft_with(Drafts(drafter, runner.rows, DRAFTS))
+            runner.draft_with(Drafts(drafter, runner.rows, DRAFTS, lengths))
         scheduler = Scheduler(settings, self.layout)
         loop = EngineLoop(self.executor, scheduler, masks=self.masks)
         plan = scheduler.plan
@@ -246,9 +253,3 @@ def test_a_grant_brings_no_more_tokens_than_its_mask_has_rows() -> None:
         assert result.drafts["a"] == said[sum(map(len, found)) + 1 :][:2]
     assert [len(tokens) for tokens in found] == [1, 2, 3], "though all drafts were right"
     assert [token for tokens in found for token in tokens] == said[1:7]
-
-
-def test_a_drafter_is_refused_where_drafts_cannot_be_checked() -> None:
-    with pytest.raises(NotBuiltError, match="on CPU only"):
-        staged = make_runner(staged=True)
-        staged.draft_with(Drafts(Scripted({}, 64), staged.rows, 1))

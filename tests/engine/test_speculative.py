@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from quire.config.drafting import SpeculativeConfig
 from quire.engine.loop import EngineLoop
@@ -74,8 +75,14 @@ class Run:
     """Requests over a scheduler of their own, with or without drafts."""
 
     def __init__(
-        self, engine: Engine, speculative: dict[str, Any] | None, drafter: Drafter | None = None, **settings: Any
+        self,
+        engine: Engine,
+        speculative: dict[str, Any] | None,
+        drafter: Drafter | None = None,
+        num_blocks: int | None = None,
+        **settings: Any,
     ) -> None:
+        """`num_blocks`: fewer than there are."""
         self.engine, self.runner = engine, engine.executor.worker.model_runner
         self.runner.drafts = None
         most = 0
@@ -84,7 +91,8 @@ class Run:
             most = config.num_speculative_tokens or 0
             draft_as_configured(self.runner, config, LENGTH, drafter)
         options = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "prefix_caching": False, **settings}
-        self.scheduler = Scheduler(SchedulerSettings(max_model_len=LENGTH, num_drafts=most, **options), engine.layout)
+        layout = replace(engine.layout, num_blocks=num_blocks or engine.layout.num_blocks)
+        self.scheduler = Scheduler(SchedulerSettings(max_model_len=LENGTH, num_drafts=most, **options), layout)
         self.scheduler.audits = True
         self.loop = EngineLoop(engine.executor, self.scheduler, masks=engine.masks)
         self.found: Found = {}
@@ -139,6 +147,24 @@ def test_however_steps_are_planned(tiny: Engine, plain: Found, method: str, sett
     some = [one for one in prompts(64, 3) if int(one.request_id[1:]) < 24]
     run = answers(tiny, some, {**METHODS[method], "adaptive": False}, **settings)
     assert run.found == {name: plain[name] for name in run.found} and len(run.found) == 24
+
+
+def test_those_of_low_priority_give_way(tiny: Engine, plain: Found) -> None:
+    """Few blocks, and those that come later are more important: others are preempted in the middle of their drafts."""
+    asked = [replace(one, priority=6 - i // 4, arrival=float(i)) for i, one in enumerate(prompts(64, 3)[:24])]
+    run = Run(
+        tiny, {**METHODS["ngram"], "adaptive": False}, policy="priority", max_num_seqs=4, num_blocks=6,
+        prefix_caching=True,
+    )  # fmt: skip
+    waiting, epochs = list(asked), dict[str, int]()
+    while waiting or not run.loop.is_drained():
+        if waiting and run.scheduler.step % 3 == 0:
+            run.loop.submit(waiting.pop(0))
+        run.step()
+        epochs |= {one.id: one.epoch for one in run.scheduler.requests.values()}
+    run.finish()
+    assert sum(epochs.values()) > 0 and run.num_accepted > 20
+    assert run.found == {one.request_id: plain[one.request_id] for one in asked}
 
 
 def test_a_custom_class_must_be_one() -> None:

@@ -183,7 +183,7 @@ def test_multi_token_prediction_is_of_the_model_itself(resolve: Any, method: str
         ({**LIBRARY, "norm_before_fc": True}, {}, NotBuiltError, "norm_before_fc=True is not built"),
         ({**LIBRARY, "speculators_model_type": "peagle"}, {}, NotBuiltError, "for 'peagle' cannot be used"),
         ({**LIBRARY, "speculators_config": 3}, {}, CheckpointError, "speculators_config is 3; expected a mapping"),
-        (LIBRARY, {"draft_tensor_parallel_size": 2}, ConfigError, "draft_tensor_parallel_size=2"),
+        (LIBRARY, {"draft_tensor_parallel_size": 2}, ConfigError, "=2: it may be 1 or that of the model, which is 1"),
     ],
 )  # fmt: skip
 def test_drafters_that_cannot_draft(draft: Any, raw: Any, keys: Any, error: type[Exception], words: str) -> None:
@@ -222,16 +222,56 @@ def test_keys_of_draft_models(resolve: Any, speculative: dict[str, Any], words: 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device": "cuda"}, "verified on CPU only"),
-        ({"model": MAMBA}, "recurrent state cannot be rolled back"),
         ({"logits_processors": ["a.b:C"]}, "custom logits processors"),
         ({"runner": "pooling"}, "pooling models generate nothing"),
-        ({"tensor_parallel_size": 2}, "ranks measure costs by their own clocks"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            "not built for ranks that a launcher starts",
+        ),
+        ({"device": "cuda", "tensor_parallel_size": 2}, "drafts with several ranks are built for CPU only"),
+        ({"device": "cuda", "model": MAMBA}, "recurrent states after drafts are kept on CPU only"),
     ],
 )
 def test_what_excludes_drafts(resolve: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(NotBuiltError, match=rf"speculative_config \(method 'ngram'\): .*{words}"):
         resolve(NGRAM, **options)
+
+
+def test_devices(resolve: Any) -> None:
+    assert resolve(NGRAM, device="cuda").method == "ngram"
+    with pytest.raises(NotBuiltError, match="drafters that are models are not tested on a GPU yet"):
+        resolve({"method": "draft_model", "model": "x/y", "num_speculative_tokens": 2}, device="cuda")
+
+
+def test_ranks(resolve: Any, draft: Any) -> None:
+    assert resolve(NGRAM, tensor_parallel_size=2).method == "ngram"
+    own = {"method": "custom_class", "model": "a.b:C", "num_speculative_tokens": 2}
+    with pytest.raises(NotBuiltError, match="a class of yours may draft otherwise on each rank"):
+        resolve(own, tensor_parallel_size=2)
+    with pytest.raises(NotBuiltError, match="pipeline_parallel_size=2: speculative decoding does not work across"):
+        resolve(NGRAM, pipeline_parallel_size=2)
+
+
+def test_how_drafts_are_chosen(resolve: Any, draft: Any) -> None:
+    made = draft(MEDUSA, draft_sample_method="probabilistic", rejection_sample_method="standard")
+    assert made.draft_sample_method == "probabilistic" and draft(MEDUSA).draft_sample_method == "greedy"
+    assert resolve({"method": "mtp", "draft_sample_method": "probabilistic"}, MTP).draft_sample_method != "greedy"
+    for keys, error, words in (
+        (
+            {**NGRAM, "draft_sample_method": "probabilistic"},
+            ConfigError,
+            "needs a drafter with distributions, and meth",
+        ),
+        ({**NGRAM, "draft_sample_method": "best"}, ConfigError, "draft_sample_method"),
+        ({**NGRAM, "rejection_sample_method": "synthetic"}, NotBuiltError, "rejection_sample_method"),
+        ({**NGRAM, "synthetic_acceptance_length": 2.5}, NotBuiltError, "synthetic_acceptance_length"),
+    ):
+        with pytest.raises(error, match=words):
+            resolve(keys)
+
+
+def test_models_with_states(resolve: Any) -> None:
+    assert resolve(NGRAM, MAMBA).method == "ngram"
 
 
 def test_old_flags_are_refused_by_name() -> None:

@@ -1,11 +1,14 @@
 """Scheduler fuzzer: random configurations, arrivals, holds, aborts, resets, drafts, moves and failures against a worker
 that replays plans.
 
-    python tests/plain/sched/fuzz.py --seeds 200 --steps 10000
+    python tests/plain/sched/fuzz.py --seeds 200 --steps 10000 [--drafts]
+
+With --drafts every configuration verifies drafts.
 
 The worker here keeps only what plans tell it, and models what each block HOLDS: every position is written as a number
 that stands for the whole prefix up to it (tokens, salt, adapter, media), and every block a kernel would read must hold
-exactly the request's own numbers. Moves copy what blocks hold, to and from slots too. A row drafts for itself, so only
+exactly the request's own numbers. A state's block holds the number of one position, and that of a right draft only once
+the draft is known to be right. Moves copy what blocks hold, to and from slots too. A row drafts for itself, so only
 it knows where it is until a result is committed. Steps run in order; within a step attention layers write before they
 read, state layers read before they write. Each request's output is compared with an independent reading of the stop
 rules.
@@ -205,10 +208,15 @@ class Worker:
             assert self.blocks[block][0] == work.row.prefix[work.start - 1], "the state of another prefix"
 
     def write_state(self, group: int, spec: KVGroup, work: Work) -> None:
-        for index, _, _, _, last in self.spans(spec.block_size, work.start, work.upto):
-            block = work.row.tables[group][index]
+        """States after drafts are elsewhere until it is known which are right."""
+        self.put_states(group, spec, work.row, work.start, work.upto - len(work.drafts))
+
+    def put_states(self, group: int, spec: KVGroup, row: Row, first: int, upto: int) -> None:
+        for index, _, _, _, last in self.spans(spec.block_size, first, upto):
+            block = row.tables[group][index]
+            assert block >= 0, "a state without a block"
             self.homes[block] = group
-            self.blocks[block][0] = work.row.prefix[last - 1]
+            self.blocks[block][0] = row.prefix[last - 1]
 
     def write_cross(self, group: int, spec: KVGroup, work: Work) -> None:
         if work.row.fresh:
@@ -235,6 +243,10 @@ class Worker:
                     if new[-1] != draft:
                         break
                 row.tokens += new
+                for group, spec in enumerate(self.groups):
+                    if spec.kind is S:
+                        certain = work.upto - len(drafts)
+                        self.put_states(group, spec, row, certain, certain + len(new) - 1)
                 del row.prefix[len(row.tokens) - 1 :]
                 row.num_behind += grant.num_drafts + 1 - len(new)
                 ahead = [token_at(given.seed, len(row.tokens) + i) for i in range(self.rng.randint(0, 5))]
@@ -337,8 +349,8 @@ class Hiccup(Gate):
 class World:
     """One configuration and the traffic it gets."""
 
-    def __init__(self, rng: random.Random, tenants: tuple[int, ...] = ()) -> None:
-        """`tenants`: those that there are, if not drawn."""
+    def __init__(self, rng: random.Random, tenants: tuple[int, ...] = (), *, with_drafts: bool = False) -> None:
+        """`tenants`: those that there are, if not drawn. `with_drafts`: in any case."""
         self.rng = rng
         mix = rng.choice(MIXES)
         size = rng.choice([1, 2, 4, 4, 8])
@@ -350,7 +362,7 @@ class World:
         chunked = rng.random() < 0.75
         length = rng.randint(16, 72)
         depth = rng.randint(1, 3)
-        drafts = rng.choice([0, 0, 1, 3, 4]) if S not in [group.kind for group in groups] else 0
+        drafts = rng.choice([1, 1, 3, 4] if with_drafts else [0, 0, 1, 3, 4])
         encodes = rng.choice([3, 8, 20, 200]) if chunked else 200
         self.settings = settings = SchedulerSettings(
             max_model_len=length,
@@ -571,6 +583,7 @@ class World:
             self.check_flights(plan)
             self.check_tables(plan)
             self.seen["steps"] += 1
+            self.seen["verifying"] += any(grant.num_drafts for grant in plan.grants)
             self.seen["drafts"] += sum([grant.num_drafts for grant in plan.grants])
             self.seen["accepted"] += sum([len(new) - 1 for new in self.flights[-1][1].sampled if new])
             self.seen["resumed"] += sum([new.epoch > 0 for new in plan.joined])
@@ -684,12 +697,17 @@ class World:
 
 
 def run_seed(
-    seed: int, steps: int, tenants: tuple[int, ...] = (), plans: list[tuple[Grant, ...]] | None = None
+    seed: int,
+    steps: int,
+    tenants: tuple[int, ...] = (),
+    plans: list[tuple[Grant, ...]] | None = None,
+    *,
+    with_drafts: bool = False,
 ) -> Counter[str]:
     """`steps` non-empty steps over several worlds; what was seen. `plans`: takes what was planned."""
     rng, seen = random.Random(seed), Counter[str]()
     while seen["steps"] < steps:
-        world = World(rng, tenants)
+        world = World(rng, tenants, with_drafts=with_drafts)
         goal = min(rng.randint(50, 500), steps - seen["steps"])
         while world.seen["steps"] < goal:
             world.step()
@@ -705,11 +723,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10000)
+    parser.add_argument("--drafts", action="store_true", help="only configurations with drafts")
     asked = parser.parse_args()
     started, total = time.perf_counter(), Counter[str]()
     for seed in range(asked.first, asked.first + asked.seeds):
         try:
-            total += run_seed(seed, asked.steps)
+            total += run_seed(seed, asked.steps, with_drafts=asked.drafts)
         except BaseException:
             print(f"seed {seed} failed", flush=True)
             raise

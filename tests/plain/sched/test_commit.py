@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from quire.schema.errors import ConfigError
 from quire.schema.kv import KVKind
 from quire.schema.messages import FinishReason
 from quire.schema.params import PoolingParams, RepetitionDetectionParams, ResolvedParams
@@ -176,9 +175,19 @@ def test_more_tokens_than_drafts_allow_are_a_fault() -> None:
         bench.step()
 
 
-def test_a_recurrent_state_takes_no_drafts() -> None:
-    with pytest.raises(ConfigError, match="cannot be taken back"):
-        Bench(64, (KVKind.STATE, 4, 0), num_drafts=1)
+def test_the_state_before_wrong_drafts_keeps_its_block() -> None:
+    bench = Bench(64, (KVKind.STATE, 2, 0), num_drafts=4)
+    drafting(bench, Device([8, 1, 1, 1]))
+    bench.add(request("a", 4, 8, params=ResolvedParams(ignore_eos=True)))
+    bench.step()
+    bench.step()
+    (table,) = bench.scheduler.requests["a"].holding.tables
+    assert bench.output("a") == [7, 8, EOS], (
+        "of positions 4 to 8, whose blocks are 2, 3 and 4, the first two were right"
+    )
+    assert [block >= 0 for block in table] == [False, False, True, True, True]
+    bench.finish()
+    assert bench.output("a") == SCRIPT[:8] and bench.num_free == 64
 
 
 def test_a_pooled_request_ends_with_its_prompt() -> None:
