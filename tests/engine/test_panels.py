@@ -39,9 +39,9 @@ def panels() -> Iterator[None]:
         yield
 
 
-def answers(model: Path, **options: Any) -> list[list[float]]:
+def answers(model: Path, dtype: str = "bfloat16", **options: Any) -> list[list[float]]:
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=0, detokenize=False)
-    llm = open_cut(model, dtype="bfloat16", **options)
+    llm = open_cut(model, dtype=dtype, **options)
     try:
         outputs = llm.generate([{"prompt_token_ids": tokens(n, 7 * n)} for n in (1, 20, 90)], params, use_tqdm=False)
     finally:
@@ -63,12 +63,11 @@ def laid(model: Any) -> set[int]:
 
 
 def test_answers(folder: Path, panels: None) -> None:
-    with_panels = answers(folder)
-    with replaced(likes_panels, "cpu", lambda dtype, whole_texts=False: False):
-        plain = answers(folder)
-    for one, other in zip(with_panels, plain, strict=True):
-        error = (torch.tensor(one) - torch.tensor(other)).abs()  # of numbers rounded to 8 bits in another order of sums
-        assert not len(error) or (error.mean() < 0.04 and error.max() < 0.4)
+    """Held to float32, from which plain rows of bfloat16 are as far: 0.04 to 0.05 on average, on x86 and on ARM. How
+    far panels and plain rows are from each other depends on the order in which torch sums up, which differs."""
+    for one, other in zip(answers(folder), answers(folder, "float32"), strict=True):
+        error = (torch.tensor(one) - torch.tensor(other)).abs()
+        assert not len(error) or (error.mean() < 0.07 and error.max() < 0.4)
 
 
 def test_every_matrix_is_laid_and_comes_back(folder: Path, panels: None) -> None:
