@@ -37,7 +37,7 @@ class LowRankCase:
         self.rows = AdapterRows(torch.tensor(index, dtype=torch.int32, device=device))
         self.low = LowRank(len(kinds), stored or dtype)
         if stacked:
-            self.low.set_up_stacks(210, width, len(parts), rank, torch.empty(0, dtype=dtype, device=device))
+            self.low.set_up_stacks((130, 40, 40), width, rank, torch.empty(0, dtype=dtype, device=device))
         for slot, pieces in enumerate(self.slots, 1):
             self.low.put(slot, pieces)
 

@@ -51,7 +51,7 @@ class LinearAdapters:
         self.is_used = False  # some slot has something here
         self.was_used = False  # the same, now or before: what is captured once stays good when slots change
         if kernels.device.type != "cpu":
-            self.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), rank, like)
+            self.low.set_up_stacks(layer.parts.values(), layer.in_size, rank, like)
         self._add = kernels.of(add_low_rank)
 
     def put(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:

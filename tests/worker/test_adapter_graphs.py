@@ -150,7 +150,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         for layer in runner.model.modules():
             if isinstance(layer, Linear) and layer.adapters is not None:
                 like = torch.empty(0)
-                layer.adapters.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), RANK, like)
+                layer.adapters.low.set_up_stacks(layer.parts.values(), layer.in_size, RANK, like)
                 layer.adapters._add = add_by_stacks
                 linears.append(layer.adapters)
         inputs = runner.inputs = DeviceInputs(runner.rows, 64, GraphFields(adapters=True))

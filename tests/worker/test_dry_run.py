@@ -85,7 +85,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             for layer in runner.model.modules():
                 if isinstance(layer, Linear) and layer.adapters is not None and layer.adapters.low.stacks is None:
                     like = torch.empty(0, dtype=torch.bfloat16)
-                    layer.adapters.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), 8, like)
+                    layer.adapters.low.set_up_stacks(layer.parts.values(), layer.in_size, 8, like)
             runner.adapter_graphs = UncapturedGraphs(
                 SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=512,
                 adapters=self._adapters.step,

@@ -56,9 +56,9 @@ def _shrink_kernel(
             tl.store(h + at + ranks, total, mask=ranks < RANK)
 
 
-@triton.jit(do_not_specialize=["num_rows", "y_stride"])
+@triton.jit(do_not_specialize=["num_rows", "y_stride", "b_stride"])
 def _expand_kernel(
-    y, index, h, b, spans, scales, num_rows, y_stride, PIECES: tl.constexpr, RANK: tl.constexpr,
+    y, index, h, b, spans, scales, num_rows, y_stride, b_stride, PIECES: tl.constexpr, RANK: tl.constexpr,
     RANK_TILE: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (rows, tiles of the matrix's rows). Adds up the SHARES of what shrink made."""
@@ -72,16 +72,17 @@ def _expand_kernel(
         share = tl.arange(0, SHARE_TILE)
         entry = (slot - 1).to(tl.int64)
         inside = (rows[:, None] < num_rows) & (ranks[None, :] < RANK)
-        tile = tl.load(b + (entry * num_rows + rows[:, None]) * RANK + ranks[None, :], mask=inside, other=0.0)
+        at = b + entry * RANK + rows.to(tl.int64)[:, None] * b_stride + ranks[None, :]
+        tile = tl.load(at, mask=inside, other=0.0)
         total = tl.zeros([ROWS], tl.float32)
         covered = rows < 0
         for piece in tl.static_range(PIECES):
             first = tl.load(spans + (entry * PIECES + piece) * 2)
             last = tl.load(spans + (entry * PIECES + piece) * 2 + 1)
             here = (rows >= first) & (rows < last)
-            at = (t * PIECES + piece) * SHARES + share
+            which = (t * PIECES + piece) * SHARES + share
             known = (share[:, None] < SHARES) & (ranks[None, :] < RANK)
-            own = tl.sum(tl.load(h + at[:, None] * RANK + ranks[None, :], mask=known, other=0.0), 0)
+            own = tl.sum(tl.load(h + which[:, None] * RANK + ranks[None, :], mask=known, other=0.0), 0)
             scale = tl.load(scales + entry * PIECES + piece)
             part = tl.sum(tile.to(tl.float32) * own[None, :], 1) * scale
             total += tl.where(here, part, 0.0)  # of a piece that the slot lacks, `own` is any number
@@ -109,7 +110,7 @@ def add_low_rank(
     if y.stride(-1) != 1:
         return y.copy_(add_low_rank(y.contiguous(), x, rows, low, most_rows=most_rows, early=early))
     _, pieces, rank, width = stacks.a.shape
-    num_rows, tile = stacks.b.shape[1], triton.next_power_of_2(rank)
+    num_rows, tile = stacks.b.shape[0], triton.next_power_of_2(rank)
     share, at_once, tile_rows = tiles_of(tile)
     shares = cdiv(width, share)
     h = torch.empty((num_tokens, pieces, shares, rank), dtype=torch.float32, device=x.device)
@@ -119,8 +120,8 @@ def add_low_rank(
         WIDTH=at_once, SHARE=share, EARLY=early, **launch,
     )  # fmt: skip
     _expand_kernel[(num_tokens, cdiv(num_rows, tile_rows))](
-        y, rows.index, h, stacks.b, stacks.spans, stacks.scales, num_rows, y.stride(0), PIECES=pieces, RANK=rank,
-        RANK_TILE=tile, ROWS=tile_rows, SHARES=shares, SHARE_TILE=triton.next_power_of_2(shares), EARLY=early, **launch,
+        y, rows.index, h, stacks.b, stacks.spans, stacks.scales, num_rows, y.stride(0), stacks.b.stride(0), PIECES=pieces,
+        RANK=rank, RANK_TILE=tile, ROWS=tile_rows, SHARES=shares, SHARE_TILE=triton.next_power_of_2(shares), EARLY=early, **launch,
     )  # fmt: skip
     return y
 
