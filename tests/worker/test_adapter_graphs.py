@@ -124,11 +124,11 @@ def _read_back(rows: AdapterRows) -> Any:
 def add_by_stacks(y: Tensor, x: Tensor, rows: AdapterRows, low: LowRank) -> Tensor:
     """Another way to the kernel's result: every row with every piece of its slot, masked."""
     assert low.stacks is not None
-    a, b, spans, scales = low.stacks
+    a, b, spans, scales, _ = low.stacks
     entry, column = (rows.index.long() - 1).clamp(min=0), torch.arange(y.shape[1])
     inside = (column >= spans[entry][..., :1]) & (column < spans[entry][..., 1:]) & (rows.index > 0)[:, None, None]
     h = torch.einsum("tw,tprw->tpr", x, a[entry])
-    delta = torch.einsum("tpr,tor->tpo", h, b[entry]) * scales[entry][:, :, None]
+    delta = torch.einsum("tpr,otr->tpo", h, b[:, entry]) * scales[entry][:, :, None]
     y += torch.where(inside, delta, 0.0).sum(1)
     return y
 

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops import coded as coded_ops
 from quire.ops import few as few_ops
 from quire.ops.coded import CodedWeight
-from quire.ops.lora import Added
+from quire.ops.lora import Added, LowRank
 from quire.ops.op import Fits, FormTable
 from quire.ops.parts import PartialSums
 from quire.ops.triton import launch, skinny_coded
@@ -352,6 +352,11 @@ def part_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedW
     return min([skinny_coded.most_rows(code) for code in codes] + [MOST_ROWS] * (len(codes) < len(matrices)))
 
 
+def added_rows(matrices: Sequence[tuple[Tensor | CodedWeight, LowRank]]) -> int:
+    """Up to how many rows these kernels add adapters themselves."""
+    return MOST_ROWS if all(isinstance(matrix, Tensor) and adds(matrix, low) for matrix, low in matrices) else 0
+
+
 class SkinnyForms:
     """ops.few.linear_parts and linear_act of numbers and of codes; `acts` are the gated activations by function."""
 
@@ -359,21 +364,35 @@ class SkinnyForms:
         self._acts, self._processors, self._early = acts, processors, early
         self._other = CodedLinear(early=early)
 
-    def linear_parts(self, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> PartialSums:
+    def linear_parts(
+        self, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: Added | None = None
+    ) -> PartialSums:
         if isinstance(weight, Tensor):
-            return linear_parts(x, weight, bias, processors=self._processors, early=self._early)
+            return linear_parts(x, weight, bias, added, processors=self._processors, early=self._early)
+        if added is not None:
+            return PartialSums(self._coded_with(x, weight, bias, added).float()[None], x.dtype)
         if not skinny_coded.fits(x, weight):
             return PartialSums(self._other(x, weight, bias).float()[None], x.dtype)
         return skinny_coded.linear_parts(x, weight, bias, processors=self._processors, early=self._early)
 
     def linear_act(
-        self, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, act: Callable[[Tensor], Tensor]
+        self,
+        x: Tensor,
+        weight: Tensor | CodedWeight,
+        bias: Tensor | None,
+        act: Callable[[Tensor], Tensor],
+        added: Added | None = None,
     ) -> Tensor:
         if isinstance(weight, Tensor):
-            return linear_act(x, weight, bias, act, codes=self._acts, early=self._early)
+            return linear_act(x, weight, bias, act, added, codes=self._acts, early=self._early)
+        if added is not None:
+            return act(self._coded_with(x, weight, bias, added))
         if self._acts.get(act) == SILU and skinny_coded.fits(x, weight):
             return skinny_coded.linear_silu(x, weight, bias, early=self._early)
         return act(self.coded_linear(x, weight, bias))
+
+    def _coded_with(self, x: Tensor, weight: CodedWeight, bias: Tensor | None, added: Added) -> Tensor:
+        return add_low_rank(self.coded_linear(x, weight, bias), x, *added, early=self._early)
 
     def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
         """ops.coded.coded_linear: what these kernels are faster at than others."""
@@ -389,6 +408,7 @@ def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, ea
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     forms = SkinnyForms(codes, processors=processors, early=early)
     table.form(few_ops.part_rows, fits)(part_rows)
+    table.form(few_ops.added_rows, fits)(added_rows)
     table.form(few_ops.linear_parts, fits)(forms.linear_parts)
     table.form(few_ops.linear_act, fits)(forms.linear_act)
     table.form(coded_ops.coded_linear, fits)(forms.coded_linear)
