@@ -1,8 +1,8 @@
 """Decodes with LoRA adapters beside the same decodes without, in turns: `bs32` of offline.py, requests spread over the
 adapters.
 
-    python benchmarks/gpu/adapters.py FOLDER [--adapters 8] [--rank 16] [--requests 32] [--rounds 3] [--modules q_proj,..]
-                                      [--no-plain] [--profile]
+    python benchmarks/gpu/adapters.py FOLDER [--adapters 8] [--rank 16] [--requests 32] [--rounds 3]
+                                      [--modules q_proj,v_proj] [--no-plain] [--profile]
 
 FOLDER: one of those that models.py writes. Prints output tokens a second of the base model and of the adapters on one
 engine, and, unless --no-plain, of an engine without enable_lora. Adapters are random, of every matmul.
@@ -37,9 +37,9 @@ def modules_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     width, ffn, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     return {
-        "self_attn.q_proj": (heads, width), "self_attn.k_proj": (kv_heads, width), "self_attn.v_proj": (kv_heads, width),
-        "self_attn.o_proj": (width, heads), "mlp.gate_proj": (ffn, width), "mlp.up_proj": (ffn, width),
-        "mlp.down_proj": (width, ffn),
+        "self_attn.q_proj": (heads, width), "self_attn.k_proj": (kv_heads, width),
+        "self_attn.v_proj": (kv_heads, width), "self_attn.o_proj": (width, heads),
+        "mlp.gate_proj": (ffn, width), "mlp.up_proj": (ffn, width), "mlp.down_proj": (width, ffn),
     }  # fmt: skip
 
 

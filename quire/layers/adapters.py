@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.linear import linear
-from quire.ops.lora import Added, AdapterRows, LowRank, LowRankPiece, SomeRows, TablePiece, add_low_rank, add_pieces
+from quire.ops.lora import AdapterRows, Added, LowRank, LowRankPiece, SomeRows, TablePiece, add_low_rank, add_pieces
 from quire.ops.op import Kernels
 from quire.quant.experts import StoredExperts
 
@@ -74,7 +74,9 @@ class LinearAdapters:
         if num_rows != len(rows.index):
             if not self.was_used:
                 return None  # a trial of layers that no adapter has changed
-            raise RuntimeError(f"a layer has {num_rows} rows in a step of {len(rows.index)}: adapters cannot be matched")
+            raise RuntimeError(
+                f"a layer has {num_rows} rows in a step of {len(rows.index)}: adapters cannot be matched"
+            )
         return Added(rows, self.low)
 
     def merged(self, weight: Tensor, slot: int) -> Tensor:

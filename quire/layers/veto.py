@@ -3,8 +3,8 @@
 Faster ways to run a block (few rows, matmuls in parts, blocks in one call) and latent attention read matrices
 themselves. They do so only in a step whose Batch.through_linears is False: whoever adds something to a matmul sets it
 (rows with an adapter), and hooks that somebody registered on a module set it here. Steps without keep the faster ways,
-and if adapters are its only reason so do those that add adapters themselves: blocks in one call (decoder.py) and matmuls
-in parts. Must not know: what those ways are.
+and if adapters are its only reason so do those that add adapters themselves: blocks in one call (decoder.py) and
+matmuls in parts. Must not know: what those ways are.
 """
 
 from __future__ import annotations

@@ -103,11 +103,11 @@ def linear_act(
 
 
 def _linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: Added | None = None) -> Tensor:
+    if added is not None:
+        return add_low_rank.reference(_linear(x, weight, bias), x, *added)
     if isinstance(weight, Tensor):
-        y = linear.reference(x, weight, bias)
-    else:
-        y = coded_linear.reference(x, weight, bias)
-    return y if added is None else add_low_rank.reference(y, x, *added)
+        return linear.reference(x, weight, bias)
+    return coded_linear.reference(x, weight, bias)
 
 
 def normed(x: Tensor, norm: NormRule) -> Tensor:

@@ -402,7 +402,10 @@ def test_writing_a_cache_in_8_bits(code):
 @pytest.mark.parametrize(("pieces", "rank"), [(3, 16), (1, 24)])
 def test_adapters_of_rows(pieces, rank, early):
     constants = {"PIECES": pieces, "RANK": rank, "RANK_TILE": triton.next_power_of_2(rank), "EARLY": early}
-    lists, sizes = {"index": WHOLE, "spans": WHOLE, "h": WIDE}, ("width", "x_stride", "num_rows", "y_stride", "b_stride")
+    lists, sizes = (
+        {"index": WHOLE, "spans": WHOLE, "h": WIDE},
+        ("width", "x_stride", "num_rows", "y_stride", "b_stride"),
+    )
     kinds = lists | {"x": HALF, "a": HALF, "width": "i32", "x_stride": "i32"}
     share, at_once, rows = lora.tiles_of(constants["RANK_TILE"])
     more = constants | {"WIDTH": at_once, "SHARE": share}

@@ -120,8 +120,9 @@ def add_low_rank(
         WIDTH=at_once, SHARE=share, EARLY=early, **launch,
     )  # fmt: skip
     _expand_kernel[(num_tokens, cdiv(num_rows, tile_rows))](
-        y, rows.index, h, stacks.b, stacks.spans, stacks.scales, num_rows, y.stride(0), stacks.b.stride(0), PIECES=pieces,
-        RANK=rank, RANK_TILE=tile, ROWS=tile_rows, SHARES=shares, SHARE_TILE=triton.next_power_of_2(shares), EARLY=early, **launch,
+        y, rows.index, h, stacks.b, stacks.spans, stacks.scales, num_rows, y.stride(0), stacks.b.stride(0),
+        PIECES=pieces, RANK=rank, RANK_TILE=tile, ROWS=tile_rows, SHARES=shares,
+        SHARE_TILE=triton.next_power_of_2(shares), EARLY=early, **launch,
     )  # fmt: skip
     return y
 
