@@ -113,7 +113,7 @@ def read_adapter(path: str, places: AdapterPlaces, limits: AdapterLimits) -> Hos
     for pair in pairs:
         a, b = file.read(pair.name_a), file.read(pair.name_b)
         for name, tensor in ((pair.name_a, a), (pair.name_b, b)):
-            if not tensor.to(limits.dtype).isfinite().all():  # rows of other adapters may be multiplied with it, by zero
+            if not tensor.to(limits.dtype).isfinite().all():  # others multiply zeros with it
                 raise file.wrong(f"tensor {name!r} holds values that are not finite in {limits.dtype}")
         scale = config.scale_of(pair.module, config.rank_of(pair.module))
         digest.update(repr((pair.module, tuple(a.shape), tuple(b.shape), scale, pair.is_reversed)).encode())
