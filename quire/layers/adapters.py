@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from quire.ops.linear import linear
-from quire.ops.lora import AdapterRows, Added, LowRank, LowRankPiece, SomeRows, TablePiece, add_low_rank, add_pieces
+from quire.ops.lora import (
+    AdapterRows,
+    AddedLowRank,
+    LowRank,
+    LowRankPiece,
+    SomeRows,
+    TablePiece,
+    add_low_rank,
+    add_pieces,
+)
 from quire.ops.op import Kernels
 from quire.quant.experts import StoredExperts
 
@@ -66,7 +75,7 @@ class LinearAdapters:
         added = self.added(len(x))
         return y if added is None else self._add(y, x, *added)
 
-    def added(self, num_rows: int) -> Added | None:
+    def added(self, num_rows: int) -> AddedLowRank | None:
         """What is to be added to this many rows in the step under way; None: nothing."""
         rows = self.step.rows
         if rows is None or not (self.was_used or self.step.every_layer):
@@ -77,7 +86,7 @@ class LinearAdapters:
             raise RuntimeError(
                 f"a layer has {num_rows} rows in a step of {len(rows.index)}: adapters cannot be matched"
             )
-        return Added(rows, self.low)
+        return AddedLowRank(rows, self.low)
 
     def merged(self, weight: Tensor, slot: int) -> Tensor:
         """A copy of the weight [rows, width] with what the slot's adapter adds; itself, where it adds nothing."""

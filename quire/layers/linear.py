@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.layers.stored import MatrixLayer
 from quire.ops.coded import CodedWeight
-from quire.ops.lora import Added, LowRank
+from quire.ops.lora import AddedLowRank, LowRank
 from quire.quant.scheme import MatrixShape, Slot, Storage
 from quire.quant.shard import Span
 
@@ -71,7 +71,7 @@ class Linear(MatrixLayer):
         matrix = self.stored.few_form() if self._reduce is None else None
         return None if matrix is None else (matrix, self.stored.bias)
 
-    def added(self, num_rows: int) -> Added | None:
+    def added(self, num_rows: int) -> AddedLowRank | None:
         """What adapters add to these rows, for ops that add it themselves; None: nothing."""
         return None if self.adapters is None else self.adapters.added(num_rows)
 

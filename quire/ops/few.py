@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.ops.coded import CodedWeight, coded_linear
 from quire.ops.linear import linear
-from quire.ops.lora import Added, LowRank, add_low_rank
+from quire.ops.lora import AddedLowRank, LowRank, add_low_rank
 from quire.ops.norm import rms_norm, rms_norm_wide
 from quire.ops.op import op
 from quire.ops.parts import PartialSums
@@ -84,7 +84,7 @@ def added_rows(matrices: Sequence[tuple[Tensor | CodedWeight, LowRank]]) -> int:
 
 @op
 def linear_parts(
-    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: Added | None = None
+    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: AddedLowRank | None = None
 ) -> PartialSums:
     """x weight' + bias, for consumers of partial sums: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
     return PartialSums(_linear(x, weight, bias, added).float()[None], x.dtype)
@@ -96,13 +96,13 @@ def linear_act(
     weight: Tensor | CodedWeight,
     bias: Tensor | None,
     act: Callable[[Tensor], Tensor],
-    added: Added | None = None,
+    added: AddedLowRank | None = None,
 ) -> Tensor:
     """act(x weight' + bias)."""
     return act(_linear(x, weight, bias, added))
 
 
-def _linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: Added | None = None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: AddedLowRank | None = None) -> Tensor:
     if added is not None:
         return add_low_rank.reference(_linear(x, weight, bias), x, *added)
     if isinstance(weight, Tensor):

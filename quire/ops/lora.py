@@ -143,7 +143,7 @@ def _placed(stacks: LowRankStacks, at: int, piece: LowRankPiece) -> LowRankPiece
     return piece._replace(a=stacks.a[at, parts[0], :rank], b=stacks.b[start:stop, at, :rank])
 
 
-class Added(NamedTuple):
+class AddedLowRank(NamedTuple):
     """What adapters add to one matmul of a step."""
 
     rows: AdapterRows

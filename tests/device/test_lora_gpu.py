@@ -93,7 +93,7 @@ def skinny() -> Any:
 def test_columns_of_matmuls(rows: int, dtype: torch.dtype, rank: int, skinny: Any) -> None:
     """Adapters added by the matmuls of few rows: against float64, in a graph whose rows change slots; rows without have
     the bits of a matmul without."""
-    from quire.ops.lora import AdapterRows, Added
+    from quire.ops.lora import AdapterRows, AddedLowRank
     from quire.ops.triton import act
 
     silu = act.gated_form(act.SILU, False)
@@ -102,7 +102,7 @@ def test_columns_of_matmuls(rows: int, dtype: torch.dtype, rank: int, skinny: An
         weight = (torch.randn(sum(parts), width, generator=torch.Generator().manual_seed(rows)) * width**-0.5).to(dtype)
         plain, weight = case.x.cpu().double() @ weight.double().t(), weight.cuda()
         index = torch.zeros_like(case.rows.index)
-        added = Added(AdapterRows(index), case.low)
+        added = AddedLowRank(AdapterRows(index), case.low)
         assert skinny.adds(weight, case.low)
 
         def multiply(x: Any = case.x, weight: Any = weight, added: Any = added, gated: bool = len(parts) == 2) -> Any:
@@ -141,7 +141,7 @@ def test_columns_of_matmuls(rows: int, dtype: torch.dtype, rank: int, skinny: An
 
 def test_what_does_not_fit_into_columns(skinny: Any) -> None:
     """Other dtypes, ranks, or parts that do not begin at a tile: the kernels of any shape add it."""
-    from quire.ops.lora import Added
+    from quire.ops.lora import AddedLowRank
 
     half = torch.bfloat16
     for rank, parts, stored in ((24, (128, 64, 64), half), (16, (130, 40, 40), half), (16, (128, 64), torch.float32)):
@@ -149,7 +149,12 @@ def test_what_does_not_fit_into_columns(skinny: Any) -> None:
         weight = torch.randn(sum(parts), 384, dtype=half, device="cuda") / 20
         assert not skinny.adds(weight, case.low)
         x, case.x = case.x.to(half), case.x.to(half)
-        found = skinny.linear_parts(x, weight, None, Added(case.rows, case.low), processors=132).whole().float().cpu()
+        found = (
+            skinny.linear_parts(x, weight, None, AddedLowRank(case.rows, case.low), processors=132)
+            .whole()
+            .float()
+            .cpu()
+        )
         right = case.expected(x.cpu().double() @ weight.cpu().double().t()).float()
         assert ((found - right).norm() / right.norm()).item() < 2e-2
 
@@ -241,7 +246,7 @@ def test_graphs_have_the_bits_of_steps_without(arch: str, tmp_path: Path, monkey
 
 
 def test_replays_after_adapters_changed(tmp_path: Path) -> None:
-    """Added, replaced, removed, of further layers, and of layers that no graph holds; base steps replay their own."""
+    """AddedLowRank, replaced, removed, of further layers, and of layers that no graph holds; base steps replay their own."""
     model = make_tiny("LlamaForCausalLM", tmp_path / "model")
     some, every = linear_modules(model, ("q_proj", "v_proj")), linear_modules(model, None)
     ends = linear_modules(model, ("embed_tokens", "lm_head"))

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops import coded as coded_ops
 from quire.ops import few as few_ops
 from quire.ops.coded import CodedWeight
-from quire.ops.lora import Added, LowRank
+from quire.ops.lora import AddedLowRank, LowRank
 from quire.ops.op import Fits, FormTable
 from quire.ops.parts import PartialSums
 from quire.ops.triton import launch, skinny_coded
@@ -252,7 +252,7 @@ def shrink_shape_of(k: int, rank: int) -> tuple[Ring, int]:
     return ring, min(k // ring.entries, max(4, min(16, 256 // rank)))
 
 
-def _shrunk(x: Tensor, added: Added, *, early: bool, shape: tuple[Ring, int] | None = None) -> Tensor:
+def _shrunk(x: Tensor, added: AddedLowRank, *, early: bool, shape: tuple[Ring, int] | None = None) -> Tensor:
     """[splits, rows, parts, rank] float32: A x of each row's own slot."""
     assert added.low.stacks is not None
     a, (rows, k) = added.low.stacks.a, x.shape
@@ -282,7 +282,7 @@ _NO_LOW = _LowColumns((None, None, None, None), (0, 0), 0, {"PIECES": 0, "RANK":
 
 
 def _low_columns(
-    x: Tensor, added: Added | None, box: int, entries: int, *, early: bool, shape: tuple[Ring, int] | None = None
+    x: Tensor, added: AddedLowRank | None, box: int, entries: int, *, early: bool, shape: tuple[Ring, int] | None = None
 ) -> _LowColumns:
     """Launches the shrink kernel."""
     if added is None:
@@ -299,7 +299,7 @@ def _low_columns(
 
 
 def linear_parts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, added: Added | None = None, *, processors: int,
+    x: Tensor, weight: Tensor, bias: Tensor | None, added: AddedLowRank | None = None, *, processors: int,
     early: bool = False, shape: tuple[Ring, int] | None = None, shrink: tuple[Ring, int] | None = None,
 ) -> PartialSums:  # fmt: skip
     if not fits(x, weight) or not (added is None or adds(weight, added.low)):
@@ -319,7 +319,7 @@ def linear_parts(
 
 
 def linear_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor], added: Added | None = None, *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor], added: AddedLowRank | None = None, *,
     codes: Mapping[Callable, int], early: bool = False, ring: Ring = NARROW, shrink: tuple[Ring, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """`codes`: gated activations by function; SiLU is fused into the matmul, others run after it."""
@@ -337,7 +337,7 @@ def linear_act(
     return out
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, added: Added | None, *, early: bool) -> Tensor:
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, added: AddedLowRank | None, *, early: bool) -> Tensor:
     y = F.linear(x, weight, bias)
     return y if added is None else add_low_rank(y, x, *added, early=early)
 
@@ -365,7 +365,7 @@ class SkinnyForms:
         self._other = CodedLinear(early=early)
 
     def linear_parts(
-        self, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: Added | None = None
+        self, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: AddedLowRank | None = None
     ) -> PartialSums:
         if isinstance(weight, Tensor):
             return linear_parts(x, weight, bias, added, processors=self._processors, early=self._early)
@@ -381,7 +381,7 @@ class SkinnyForms:
         weight: Tensor | CodedWeight,
         bias: Tensor | None,
         act: Callable[[Tensor], Tensor],
-        added: Added | None = None,
+        added: AddedLowRank | None = None,
     ) -> Tensor:
         if isinstance(weight, Tensor):
             return linear_act(x, weight, bias, act, added, codes=self._acts, early=self._early)
@@ -391,7 +391,7 @@ class SkinnyForms:
             return skinny_coded.linear_silu(x, weight, bias, early=self._early)
         return act(self.coded_linear(x, weight, bias))
 
-    def _coded_with(self, x: Tensor, weight: CodedWeight, bias: Tensor | None, added: Added) -> Tensor:
+    def _coded_with(self, x: Tensor, weight: CodedWeight, bias: Tensor | None, added: AddedLowRank) -> Tensor:
         return add_low_rank(self.coded_linear(x, weight, bias), x, *added, early=self._early)
 
     def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
