@@ -246,7 +246,7 @@ def test_graphs_have_the_bits_of_steps_without(arch: str, tmp_path: Path, monkey
 
 
 def test_replays_after_adapters_changed(tmp_path: Path) -> None:
-    """AddedLowRank, replaced, removed, of further layers, and of layers that no graph holds; base steps replay their own."""
+    """Added, replaced, removed, of further layers, and of layers that no graph holds; base steps replay their own."""
     model = make_tiny("LlamaForCausalLM", tmp_path / "model")
     some, every = linear_modules(model, ("q_proj", "v_proj")), linear_modules(model, None)
     ends = linear_modules(model, ("embed_tokens", "lm_head"))

@@ -319,8 +319,9 @@ def linear_parts(
 
 
 def linear_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor], added: AddedLowRank | None = None, *,
-    codes: Mapping[Callable, int], early: bool = False, ring: Ring = NARROW, shrink: tuple[Ring, int] | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor],
+    added: AddedLowRank | None = None, *, codes: Mapping[Callable, int], early: bool = False, ring: Ring = NARROW,
+    shrink: tuple[Ring, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """`codes`: gated activations by function; SiLU is fused into the matmul, others run after it."""
     if codes.get(act) != SILU or not fits(x, weight) or not (added is None or adds(weight, added.low, parts=2)):
