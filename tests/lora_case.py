@@ -15,7 +15,7 @@ class LowRankCase:
     def __init__(
         self, index: list[int], dtype: torch.dtype, device: str = "cpu", rank: int = 8, *, stacked: bool = True,
         stored: torch.dtype | None = None,  # dtype of the adapters
-        parts: tuple[int, ...] = (130, 40, 40), width: int = 300,
+        parts: tuple[int, ...] = (130, 40, 40), width: int = 300, as_columns: bool = False,
     ) -> None:  # fmt: skip
         draw = torch.Generator().manual_seed(3)
 
@@ -41,13 +41,14 @@ class LowRankCase:
         self.rows = AdapterRows(torch.tensor(index, dtype=torch.int32, device=device))
         self.low = LowRank(len(kinds), stored or dtype)
         if stacked:
-            self.low.set_up_stacks(parts, width, rank, torch.empty(0, dtype=dtype, device=device))
+            like = torch.empty(0, dtype=dtype, device=device)
+            self.low.set_up_stacks(parts, width, rank, like, as_columns=as_columns)
         for slot, pieces in enumerate(self.slots, 1):
             self.low.put(slot, pieces)
 
     def expected(self, y: torch.Tensor | None = None) -> torch.Tensor:
         """What is added to y; None: to the case's own."""
-        y, x = (self.y if y is None else y).cpu().double(), self.x.cpu().double()
+        y, x = (self.y if y is None else y).cpu().double().clone(), self.x.cpu().double()
         for row, slot in enumerate(self.rows.index.tolist()):
             for start, stop, a, b, scale in self.slots[slot - 1] if slot else ():
                 y[row, start:stop] += scale * (b.double() @ (a.double() @ x[row]))

@@ -24,6 +24,7 @@ from quire.ops.lora import (
     TablePiece,
     add_low_rank,
     add_pieces,
+    most_columns,
 )
 from quire.ops.op import Kernels
 from quire.quant.experts import StoredExperts
@@ -60,7 +61,8 @@ class LinearAdapters:
         self.is_used = False  # some slot has something here
         self.was_used = False  # the same, now or before: what is captured once stays good when slots change
         if kernels.device.type != "cpu":
-            self.low.set_up_stacks(layer.parts.values(), layer.in_size, rank, like)
+            as_columns = num_slots * rank <= kernels.of(most_columns)()
+            self.low.set_up_stacks(layer.parts.values(), layer.in_size, rank, like, as_columns=as_columns)
         self._add = kernels.of(add_low_rank)
 
     def put(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:

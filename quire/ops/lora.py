@@ -80,7 +80,7 @@ class LowRankStacks(NamedTuple):
     piece of several parts is there once for each of them."""
 
     a: Tensor  # [slots, parts, rank, width]
-    b: Tensor  # [rows, slots, rank]: a matrix whose columns are those of all slots
+    b: Tensor  # [rows, slots, rank], in this order or slot by slot
     spans: Tensor  # [slots, parts, 2] int32: first row and last of each part, exclusive; zeros where the slot has none
     scales: Tensor  # [slots, parts] float32; zeros too
     bounds: tuple[tuple[int, int], ...]  # first row and last of each part
@@ -101,13 +101,15 @@ class LowRank:
         self.stacks: LowRankStacks | None = None
         self.form: SlotForm | None = None  # made by the first kernel that needs it
 
-    def set_up_stacks(self, parts: Iterable[int], width: int, rank: int, like: Tensor) -> None:
-        """`parts`: how many rows each part of the matrix has."""
+    def set_up_stacks(
+        self, parts: Iterable[int], width: int, rank: int, like: Tensor, *, as_columns: bool = False
+    ) -> None:
+        """`parts`: rows of each part of the matrix. `as_columns`: B of all slots are columns of one matrix."""
         slots, device, ends = len(self.pieces), like.device, (0, *accumulate(parts))
-        bounds = tuple(pairwise(ends))
+        bounds, shape = tuple(pairwise(ends)), (ends[-1], slots, rank) if as_columns else (slots, ends[-1], rank)
         self.stacks = LowRankStacks(
             torch.zeros((slots, len(bounds), rank, width), dtype=like.dtype, device=device),
-            torch.zeros((ends[-1], slots, rank), dtype=like.dtype, device=device),
+            torch.zeros(shape, dtype=like.dtype, device=device).transpose(0, 0 if as_columns else 1),
             torch.zeros((slots, len(bounds), 2), dtype=torch.int32, device=device),
             torch.zeros((slots, len(bounds)), dtype=torch.float32, device=device),
             bounds,
@@ -148,6 +150,12 @@ class AddedLowRank(NamedTuple):
 
     rows: AdapterRows
     low: LowRank
+
+
+@op
+def most_columns() -> int:
+    """Up to how many columns, slots times rank, B of all slots are better one matrix; 0: never."""
+    return 0
 
 
 @op

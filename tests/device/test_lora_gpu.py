@@ -29,6 +29,18 @@ def test_kernels(mix: str, dtype: torch.dtype, rank: int) -> None:
     torch.testing.assert_close(result.double(), case.expected(), rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("rows", [1, 40, 300])
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.bfloat16, 16), (torch.float16, 24)])
+def test_all_slots_at_once(rows: int, dtype: torch.dtype, rank: int) -> None:
+    from quire.ops.triton.lora import add_low_rank
+
+    case = LowRankCase([slot * 7 % 5 for slot in range(rows)], dtype, "cuda", rank=rank, as_columns=True)
+    result, right = add_low_rank(case.y.clone(), case.x, case.rows, case.low, early=True).cpu(), case.expected()
+    assert ((result.double() - right).norm() / right.norm()).item() < (1e-5 if dtype is torch.float32 else 1e-2)
+    base = case.rows.index.cpu() == 0
+    assert torch.equal(result[base], case.y.cpu()[base])
+
+
 @pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
 def test_engines(arch: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -98,7 +110,8 @@ def test_columns_of_matmuls(rows: int, dtype: torch.dtype, rank: int, skinny: An
 
     silu = act.gated_form(act.SILU, False)
     for parts, width in (((128, 64, 64), 384), ((320, 64, 128), 1024), ((192, 192), 512)):
-        case = LowRankCase([slot * 7 % 5 for slot in range(rows)], dtype, "cuda", rank=rank, parts=parts, width=width)
+        case = LowRankCase([slot * 7 % 5 for slot in range(rows)], dtype, "cuda", rank=rank, parts=parts, width=width,
+                           as_columns=True)  # fmt: skip
         weight = (torch.randn(sum(parts), width, generator=torch.Generator().manual_seed(rows)) * width**-0.5).to(dtype)
         plain, weight = case.x.cpu().double() @ weight.double().t(), weight.cuda()
         index = torch.zeros_like(case.rows.index)
@@ -145,7 +158,7 @@ def test_what_does_not_fit_into_columns(skinny: Any) -> None:
 
     half = torch.bfloat16
     for rank, parts, stored in ((24, (128, 64, 64), half), (16, (130, 40, 40), half), (16, (128, 64), torch.float32)):
-        case = LowRankCase([1, 2, 0, 3], stored, "cuda", rank=rank, parts=parts, width=384)
+        case = LowRankCase([1, 2, 0, 3], stored, "cuda", rank=rank, parts=parts, width=384, as_columns=True)
         weight = torch.randn(sum(parts), 384, dtype=half, device="cuda") / 20
         assert not skinny.adds(weight, case.low)
         x, case.x = case.x.to(half), case.x.to(half)

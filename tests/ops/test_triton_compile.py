@@ -404,15 +404,26 @@ def test_adapters_of_rows(pieces, rank, early):
     constants = {"PIECES": pieces, "RANK": rank, "RANK_TILE": triton.next_power_of_2(rank), "EARLY": early}
     lists, sizes = (
         {"index": WHOLE, "spans": WHOLE, "h": WIDE},
-        ("width", "x_stride", "num_rows", "y_stride", "b_stride"),
+        ("width", "x_stride", "num_rows", "y_stride", "b_row", "b_slot"),
     )
     kinds = lists | {"x": HALF, "a": HALF, "width": "i32", "x_stride": "i32"}
     share, at_once, rows = lora.tiles_of(constants["RANK_TILE"])
     more = constants | {"WIDTH": at_once, "SHARE": share}
     made = [compiled(lora._shrink_kernel, kinds, more, unaligned=sizes, early=early)]
-    kinds = lists | {"y": HALF, "b": HALF, "scales": WIDE, "num_rows": "i32", "y_stride": "i32", "b_stride": "i32"}
+    kinds = lists | {
+        "y": HALF,
+        "b": HALF,
+        "scales": WIDE,
+        "num_rows": "i32",
+        "y_stride": "i32",
+        "b_row": "i32",
+        "b_slot": "i32",
+    }
     more = constants | {"ROWS": rows, "SHARES": 12, "SHARE_TILE": 16}
     made += [compiled(lora._expand_kernel, kinds, more, unaligned=sizes, early=early)]
+    kinds = {"index": WHOLE, "scales": WIDE, "h": HALF, "out": HALF, "num_rows": "i32"}
+    more = {"SLOTS": 8, "PIECES": pieces, "RANK": rank, "ROWS": 8, "COLUMNS": 256, "EARLY": early}
+    made += [compiled(lora._own_kernel, kinds, more, unaligned=("index",), early=early)]
     for each in made:
         assert ("griddepcontrol.wait" in each.asm["ptx"]) == early and ".local" not in each.asm["ptx"]
 

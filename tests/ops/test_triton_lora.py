@@ -64,6 +64,25 @@ def test_slots_filled_again():
     torch.testing.assert_close(result.double(), case.expected(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.bfloat16, 24)])
+def test_all_slots_at_once(mix, dtype, rank, monkeypatch):
+    case = LowRankCase(MIXES[mix], dtype, rank=rank, as_columns=True)
+    expected = case.expected()
+    monkeypatch.setattr(lora.lora.add_low_rank, "reference", None)
+    monkeypatch.setattr(lora, "_shrink_kernel", None)
+    result = lora.add_low_rank(case.y.clone(), case.x, case.rows, case.low)
+    limit = 1e-4 if dtype is torch.float32 else 0.25
+    torch.testing.assert_close(result.double(), expected, rtol=limit, atol=limit)
+    base = case.rows.index == 0
+    assert torch.equal(result[base], case.y[base])
+    case.low.put(1, case.slots[1])
+    case.low.put(3, ())
+    case.slots[0], case.slots[2] = case.slots[1], ()
+    result = lora.add_low_rank(case.y.clone(), case.x, case.rows, case.low)
+    torch.testing.assert_close(result.double(), case.expected(), rtol=limit, atol=limit)
+
+
 def test_many_rows_go_to_matmuls(monkeypatch):
     """Except where results must not depend on the number of rows."""
     case = LowRankCase([slot % 5 for slot in range(lora.MOST_ROWS + 1)], torch.float32)
