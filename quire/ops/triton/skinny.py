@@ -4,7 +4,8 @@ The matrix is the M operand of `wgmma` (tiles of 64 of its rows), the activation
 program has a tile and a split of K; a ring of buffers in shared memory is filled by TMA. A program starts
 while the previous kernel still runs (programmatic dependent launch) and fills its ring with weights; only then does it
 wait for the rows. Splits of K are added up by the consumer (ops/parts.py): adding them up here would make
-every program wait for the last one, some 3 us of a matmul of 10.
+every program wait for the last one, some 3 us of a matmul of 10. Adapters of the rows are further columns of K
+(skinny_lora.py).
 
 Floor: the bytes of the matrix at 4.3 TB/s. 6144 x 4096 bf16: 50 MB, 11.7 us; 24576 x 4096: 201 MB, 46.8 us.
 Needs: K a multiple of 128, 16-bit weights, Hopper's instructions (no other generation has them).
