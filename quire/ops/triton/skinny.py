@@ -174,14 +174,15 @@ def _parts_kernel(
     ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
     PIECES: gl.constexpr, RANK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """grid (tiles * parts,). sums [parts, num_rows, columns] = rows matrix', each part over its split of K. The last
-    one adds adapters, in `extra` chunks of them; `second` and `third`: columns where pieces begin."""
-    column, part = gl.program_id(0) // parts * TILE, gl.program_id(0) % parts
+    """grid (tiles * parts,). sums [parts, num_rows, columns] = rows matrix', each part over its split of K. One of
+    them adds adapters, in `extra` chunks; `second` and `third`: columns where pieces begin."""
+    tile, part = gl.program_id(0) // parts, gl.program_id(0) % parts
+    column = tile * TILE
     begin, end = part * pieces // parts, (part + 1) * pieces // parts
     piece = (column >= second).to(gl.int32) + (column >= third).to(gl.int32)
     acc = _product(
         matrix, rows, column, begin, end, 0, low, h, index, scales, num_rows, piece,
-        gl.where(part == parts - 1, extra, 0), ROWS, ENTRIES, BUFFERS, False, EARLY, PIECES, RANK, SPLITS,
+        gl.where(part == tile % parts, extra, 0), ROWS, ENTRIES, BUFFERS, False, EARLY, PIECES, RANK, SPLITS,
     )  # fmt: skip
     own: gl.constexpr = acc.type.layout
     n = column + gl.arange(0, TILE, layout=gl.SliceLayout(1, own))
