@@ -42,7 +42,7 @@ from quire.ops.triton.coded import CodedLinear
 from quire.ops.triton.descriptors import describe, load_tile
 from quire.ops.triton.lora import add_low_rank
 from quire.ops.triton.skinny_coded import store_silu
-from quire.ops.triton.skinny_lora import TILE, adds, fill_low, load_sums, low_tile, scales_of, slots_of, sum_up
+from quire.ops.triton.skinny_lora import TILE, adds, fill_low, low_tile, own_sums, slots_of
 
 MOST_ROWS = 32
 _MOST_PARTS = 8
@@ -73,45 +73,19 @@ def _fill(matrix, ring, barriers, column, k, at, other, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _low_turns(
-    acc, total, total_up, slot, low, ring, staged, barriers, column, count, extra, other,
-    ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, GATED: gl.constexpr, RANK: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """acc plus `extra` chunks of the adapters' B, which come after `count` others."""
-    SLOTS: gl.constexpr = ENTRIES // RANK
-    for chunk in range(0, extra):
-        turn = count + chunk
-        buffer = turn % BUFFERS
-        if GATED:
-            here = gl.where(chunk % 2 == 0, total, total_up)
-            tile = low_tile(here, slot, chunk // 2 * SLOTS, ROWS, ENTRIES, RANK, layout)
-        else:
-            tile = low_tile(total, slot, chunk * SLOTS, ROWS, ENTRIES, RANK, layout)
-        staged.index(buffer).store(tile.to(low.dtype))
-        fence_async_shared()
-        mbarrier.wait(barriers.index(buffer), (turn // BUFFERS) & 1)
-        acc = warpgroup_mma(ring.index(buffer), staged.index(buffer).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        if chunk + BUFFERS < extra:
-            mbarrier.expect(barriers.index(buffer), TILE * ENTRIES * 2)
-            fill_low(low, ring, barriers, column, chunk + BUFFERS, buffer, other, ENTRIES, GATED)
-    return acc
-
-
-@gluon.jit
 def _product(
     matrix, rows, column, begin, end, other, low, h, index, scales, num_rows, piece, extra,
     ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, GATED: gl.constexpr, EARLY: gl.constexpr,
     PIECES: gl.constexpr, RANK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """[TILE, ROWS]: the tile's rows of the matrix times all rows, over chunks [begin, end) of K. PIECES > 0: and over
-    `extra` chunks of what adapters add to this piece of the matrix (skinny_lora.py). Their sums of the rows are loaded
-    first and added up last: nothing waits for them."""
+    `extra` chunks of what adapters add to this piece of the matrix (skinny_lora.py)."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ring = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, TILE, ENTRIES], layout)
     staged = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, ROWS, ENTRIES], layout)
     barriers = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    BYTES: gl.constexpr = (TILE + ROWS) * ENTRIES * 2
+    LOW_BYTES: gl.constexpr = TILE * ENTRIES * 2
     count = end - begin
     for at in gl.static_range(BUFFERS):
         mbarrier.init(barriers.index(at), count=1)
@@ -119,50 +93,63 @@ def _product(
     if EARLY:
         gdc_launch_dependents()
     for at in gl.static_range(BUFFERS):
-        if at < count:
-            mbarrier.expect(barriers.index(at), (TILE + ROWS) * ENTRIES * 2)
+        if begin + at < end:
+            mbarrier.expect(barriers.index(at), BYTES)
             _fill(matrix, ring, barriers, column, (begin + at) * ENTRIES, at, other, GATED)
         elif PIECES > 0:
             if at < count + extra:
-                mbarrier.expect(barriers.index(at), TILE * ENTRIES * 2)
+                mbarrier.expect(barriers.index(at), LOW_BYTES)
                 fill_low(low, ring, barriers, column, at - count, at, other, ENTRIES, GATED)
+    if EARLY:
+        gdc_wait()
+    for at in gl.static_range(BUFFERS):
+        if begin + at < end:
+            load_tile(rows, [0, (begin + at) * ENTRIES], barriers.index(at), staged.index(at))
     if PIECES > 0:
         lanes: gl.constexpr = RANK // 4
         own_layout: gl.constexpr = gl.BlockedLayout(
             [1, ENTRIES // RANK, 4], [32 // lanes, 1, lanes], [4, 1, 1], [2, 1, 0]
         )
         slot = slots_of(index, gl.where(extra > 0, num_rows, 0), ROWS, own_layout)
-        scale = scales_of(scales, slot, piece, PIECES)
-        scale_up = scales_of(scales, slot, 1, PIECES) if GATED else scale
-    if EARLY:
-        gdc_wait()
-    for at in gl.static_range(BUFFERS):
-        if at < count:
-            load_tile(rows, [0, (begin + at) * ENTRIES], barriers.index(at), staged.index(at))
+        total = own_sums(h, scales, slot, piece, num_rows, ROWS, PIECES, RANK, SPLITS, own_layout)
+        total_up = total
+        if GATED:
+            total_up = own_sums(h, scales, slot, 1, num_rows, ROWS, PIECES, RANK, SPLITS, own_layout)
     own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc = gl.zeros([TILE, ROWS], gl.float32, layout=own)
-    if PIECES > 0:
-        sums = load_sums(h, slot, piece, num_rows, ROWS, PIECES, RANK, SPLITS)
-        sums_up = load_sums(h, slot, 1, num_rows, ROWS, PIECES, RANK, SPLITS) if GATED else sums
-    for turn in range(0, count):
+    for piece_of_k in range(begin, end):
+        turn = piece_of_k - begin
         buffer = turn % BUFFERS
         mbarrier.wait(barriers.index(buffer), (turn // BUFFERS) & 1)
         acc = warpgroup_mma(ring.index(buffer), staged.index(buffer).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        if turn + BUFFERS < count:
-            k = (begin + turn + BUFFERS) * ENTRIES
-            mbarrier.expect(barriers.index(buffer), (TILE + ROWS) * ENTRIES * 2)
+        if piece_of_k + BUFFERS < end:
+            k = (piece_of_k + BUFFERS) * ENTRIES
+            mbarrier.expect(barriers.index(buffer), BYTES)
             _fill(matrix, ring, barriers, column, k, buffer, other, GATED)
             load_tile(rows, [0, k], barriers.index(buffer), staged.index(buffer))
         elif PIECES > 0:
             if turn + BUFFERS < count + extra:
-                mbarrier.expect(barriers.index(buffer), TILE * ENTRIES * 2)
+                mbarrier.expect(barriers.index(buffer), LOW_BYTES)
                 fill_low(low, ring, barriers, column, turn + BUFFERS - count, buffer, other, ENTRIES, GATED)
     if PIECES > 0:
-        total = sum_up(sums, scale, own_layout)
-        total_up = sum_up(sums_up, scale_up, own_layout) if GATED else total
-        acc = _low_turns(acc, total, total_up, slot, low, ring, staged, barriers, column, count, extra, other,
-                         ROWS, ENTRIES, BUFFERS, GATED, RANK, own_layout)  # fmt: skip
+        SLOTS: gl.constexpr = ENTRIES // RANK
+        for chunk in range(0, extra):
+            turn = count + chunk
+            buffer = turn % BUFFERS
+            if GATED:
+                here = gl.where(chunk % 2 == 0, total, total_up)
+                tile = low_tile(here, slot, chunk // 2 * SLOTS, ROWS, ENTRIES, RANK, own_layout)
+            else:
+                tile = low_tile(total, slot, chunk * SLOTS, ROWS, ENTRIES, RANK, own_layout)
+            staged.index(buffer).store(tile.to(matrix.dtype))
+            fence_async_shared()
+            mbarrier.wait(barriers.index(buffer), (turn // BUFFERS) & 1)
+            acc = warpgroup_mma(ring.index(buffer), staged.index(buffer).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            if chunk + BUFFERS < extra:
+                mbarrier.expect(barriers.index(buffer), LOW_BYTES)
+                fill_low(low, ring, barriers, column, chunk + BUFFERS, buffer, other, ENTRIES, GATED)
     for at in gl.static_range(BUFFERS):
         mbarrier.invalidate(barriers.index(at))
     return acc
@@ -174,15 +161,14 @@ def _parts_kernel(
     ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
     PIECES: gl.constexpr, RANK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """grid (tiles * parts,). sums [parts, num_rows, columns] = rows matrix', each part over its split of K. One of
-    them adds adapters, in `extra` chunks; `second` and `third`: columns where pieces begin."""
-    tile, part = gl.program_id(0) // parts, gl.program_id(0) % parts
-    column = tile * TILE
+    """grid (tiles * parts,). sums [parts, num_rows, columns] = rows matrix', each part over its split of K. The last
+    one adds adapters, in `extra` chunks of them; `second` and `third`: columns where pieces begin."""
+    column, part = gl.program_id(0) // parts * TILE, gl.program_id(0) % parts
     begin, end = part * pieces // parts, (part + 1) * pieces // parts
     piece = (column >= second).to(gl.int32) + (column >= third).to(gl.int32)
     acc = _product(
         matrix, rows, column, begin, end, 0, low, h, index, scales, num_rows, piece,
-        gl.where(part == tile % parts, extra, 0), ROWS, ENTRIES, BUFFERS, False, EARLY, PIECES, RANK, SPLITS,
+        gl.where(part == parts - 1, extra, 0), ROWS, ENTRIES, BUFFERS, False, EARLY, PIECES, RANK, SPLITS,
     )  # fmt: skip
     own: gl.constexpr = acc.type.layout
     n = column + gl.arange(0, TILE, layout=gl.SliceLayout(1, own))
@@ -261,11 +247,10 @@ def _rows_of(count: int) -> int:
 
 
 def shrink_shape_of(k: int, rank: int) -> tuple[Ring, int]:
-    """(ring, splits of K) of the shrink kernel: up to three chunks for each program, so that A is there before x is.
-    Programs that add adapters have all splits in registers, so there are the fewer of them the larger the rank is."""
-    entries = WIDE.entries if k % WIDE.entries == 0 else NARROW.entries
-    splits = 1 << (min(k // entries, max(4, min(16, 256 // rank))).bit_length() - 1)
-    return Ring(entries, min(3, -(-k // entries // splits)), 1), splits
+    """(ring, splits of K) of the shrink kernel: a chunk or two for each program, so that A is there before x is. Every
+    program that adds adapters adds the splits up, in registers."""
+    ring = WIDE if k % WIDE.entries == 0 else NARROW
+    return ring, min(k // ring.entries, max(4, min(16, 256 // rank)))
 
 
 def _shrunk(x: Tensor, added: AddedLowRank, *, early: bool, shape: tuple[Ring, int] | None = None) -> Tensor:

@@ -46,33 +46,20 @@ def slots_of(index, num_rows, ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def scales_of(scales, slot, piece, PIECES: gl.constexpr):
-    """[ROWS]"""
-    return gl.load(scales + (slot - 1) * PIECES + piece, mask=slot > 0, other=0.0)
-
-
-@gluon.jit
-def load_sums(
-    h, slot, piece, num_rows,
-    ROWS: gl.constexpr, PIECES: gl.constexpr, RANK: gl.constexpr, SPLITS: gl.constexpr,
+def own_sums(
+    h, scales, slot, piece, num_rows,
+    ROWS: gl.constexpr, PIECES: gl.constexpr, RANK: gl.constexpr, SPLITS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """A x of each row, [SPLITS, ROWS, RANK]: a thread has all splits of some ranks."""
-    lanes: gl.constexpr = RANK // 4
-    own: gl.constexpr = gl.BlockedLayout([SPLITS, 1, 4], [1, 32 // lanes, lanes], [1, 4, 1], [2, 1, 0])
-    one: gl.constexpr = gl.SliceLayout(0, own)
-    split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, own)))
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, one))
-    r = gl.arange(0, RANK, layout=gl.SliceLayout(0, one))
-    has = gl.convert_layout(slot, gl.SliceLayout(1, one)) > 0
-    at = gl.expand_dims(h + ((m * PIECES + piece) * RANK)[:, None] + r[None, :], 0)
-    at = at + gl.expand_dims(split[:, None], 2) * (num_rows * PIECES * RANK)
-    return gl.load(at, mask=gl.expand_dims(has[:, None], 0), other=0.0)
-
-
-@gluon.jit
-def sum_up(sums, scale, layout: gl.constexpr):
-    """[ROWS, RANK]"""
-    return gl.convert_layout(gl.sum(sums, 0), gl.SliceLayout(1, layout)) * scale[:, None]
+    """scale * A x of each row, [ROWS, RANK]."""
+    own: gl.constexpr = gl.SliceLayout(1, layout)
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, own))
+    r = gl.arange(0, RANK, layout=gl.SliceLayout(0, own))
+    has = slot > 0
+    at = h + ((m * PIECES + piece) * RANK)[:, None] + r[None, :]
+    total = gl.zeros([ROWS, RANK], gl.float32, layout=own)
+    for split in gl.static_range(SPLITS):
+        total += gl.load(at + split * num_rows * (PIECES * RANK), mask=has[:, None], other=0.0)
+    return total * gl.load(scales + (slot - 1) * PIECES + piece, mask=has, other=0.0)[:, None]
 
 
 @gluon.jit
