@@ -421,6 +421,7 @@ def test_adapters_of_rows(pieces, rank, early):
     }
     more = constants | {"ROWS": rows, "SHARES": 12, "SHARE_TILE": 16}
     made += [compiled(lora._expand_kernel, kinds, more, unaligned=sizes, early=early)]
+    assert made[-1].asm["ptx"].count("ld.global.v4") >= 4  # B, 16 bytes at a time
     kinds = {"index": WHOLE, "scales": WIDE, "h": HALF, "out": HALF, "num_rows": "i32"}
     more = {"SLOTS": 8, "PIECES": pieces, "RANK": rank, "ROWS": 8, "COLUMNS": 256, "EARLY": early}
     made += [compiled(lora._own_kernel, kinds, more, unaligned=("index",), early=early)]

@@ -7,9 +7,10 @@ zeros. Nothing here waits for the device, so a step may be captured in a graph w
 replay. A row's sums do not depend on other rows. Floor: A and B of every row are read once per row (rank * (width +
 rows) numbers), most of them from the L2 cache.
 
-Where B of all slots are columns of one matrix (up to `MOST_COLUMNS`), every row is multiplied with A of all slots at
-once, and what is not of its own slot is set to zero before it is multiplied with B of all slots: as many times the work
-as there are slots, in few launches, none of which waits. Else, from `MOST_ROWS` on, matmuls by slot (ops/lora.py).
+Where B of all slots are columns of one matrix (up to `MOST_COLUMNS`), more than `FEW_ROWS` are multiplied with A of all
+slots at once, and what is not of a row's own slot is set to zero before it is multiplied with B of all slots: as many
+times the work as there are slots, in few launches, none of which waits. Else, from `MOST_ROWS` on, matmuls by slot
+(ops/lora.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from quire.ops.triton.sizes import cdiv
 
 MOST_ROWS = 256
 ANY_ROWS = 1 << 30  # where results must not depend on the number of rows
+FEW_ROWS = 32  # up to which each row reads its own slot, whatever the form of B
 MOST_COLUMNS = 512  # slots times rank that are multiplied at once
 _TILE = 2048  # least entries of a program that sets others to zero
 _SHARE = 1024  # columns of A that one program reads
@@ -68,7 +70,8 @@ def _expand_kernel(
     y, index, h, b, spans, scales, num_rows, y_stride, b_row, b_slot, PIECES: tl.constexpr, RANK: tl.constexpr,
     RANK_TILE: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (rows, tiles of the matrix's rows). Adds up the SHARES of what shrink made."""
+    """grid (rows, tiles of the matrix's rows). Adds up the SHARES of what shrink made. `b_row`, `b_slot`: from one row
+    or slot to the next, in ranks."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -79,7 +82,7 @@ def _expand_kernel(
         share = tl.arange(0, SHARE_TILE)
         entry = (slot - 1).to(tl.int64)
         inside = (rows[:, None] < num_rows) & (ranks[None, :] < RANK)
-        at = b + entry * b_slot + rows.to(tl.int64)[:, None] * b_row + ranks[None, :]
+        at = b + (entry * b_slot + rows.to(tl.int64)[:, None] * b_row) * RANK + ranks[None, :]
         tile = tl.load(at, mask=inside, other=0.0)
         total = tl.zeros([ROWS], tl.float32)
         covered = rows < 0
@@ -151,7 +154,7 @@ def add_low_rank(
     num_tokens = x.shape[0]
     if stacks is None or x.ndim != 2:
         return lora.add_low_rank.reference(y, x, rows, low)
-    if stacks.b.is_contiguous() and x.dtype is y.dtype is stacks.a.dtype:
+    if num_tokens > FEW_ROWS and stacks.b.is_contiguous() and x.dtype is y.dtype is stacks.a.dtype:
         return _add_at_once(y, x, rows, stacks, early=early)
     if num_tokens > most_rows:
         return lora.add_low_rank.reference(y, x, rows, low)
@@ -169,7 +172,8 @@ def add_low_rank(
         WIDTH=at_once, SHARE=share, EARLY=early, **launch,
     )  # fmt: skip
     _expand_kernel[(num_tokens, cdiv(num_rows, tile_rows))](
-        y, rows.index, h, stacks.b, stacks.spans, stacks.scales, num_rows, y.stride(0), *stacks.b.stride()[:2],
+        y, rows.index, h, stacks.b, stacks.spans, stacks.scales, num_rows, y.stride(0),
+        stacks.b.stride(0) // rank, stacks.b.stride(1) // rank,
         PIECES=pieces, RANK=rank, RANK_TILE=tile, ROWS=tile_rows, SHARES=shares,
         SHARE_TILE=triton.next_power_of_2(shares), EARLY=early, **launch,
     )  # fmt: skip
