@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import torch
 
 from quire.ops.lora import AdapterRows, LowRank, LowRankPiece
 
 
 class LowRankCase:
-    """A matrix of three parts, four slots: all parts; the second part alone; the whole as one; nothing."""
+    """A matrix of some parts, four slots: all parts; the second part alone; the whole as one; nothing."""
 
     def __init__(
         self, index: list[int], dtype: torch.dtype, device: str = "cpu", rank: int = 8, *, stacked: bool = True,
         stored: torch.dtype | None = None,  # dtype of the adapters
+        parts: tuple[int, ...] = (130, 40, 40), width: int = 300, as_columns: bool = False,
     ) -> None:  # fmt: skip
         draw = torch.Generator().manual_seed(3)
 
         def random(*shape: int) -> torch.Tensor:
             return (torch.randn(shape, generator=draw) * 0.5).to(dtype)
 
-        width, parts = 300, ((0, 130), (130, 170), (170, 210))
+        ends = (0, *accumulate(parts))
+        spans, whole = list(pairwise(ends)), ends[-1]
         kinds = [
-            [(*span, size, scale) for span, size, scale in zip(parts, (4, 8, 1), (1.0, 0.5, 2.0), strict=True)],
-            [(*parts[1], rank, 3.0)],
-            [(0, 210, 3, 0.25)],
+            [(*span, size, scale) for span, size, scale in zip(spans, (4, 8, 1), (1.0, 0.5, 2.0), strict=False)],
+            [(*spans[1], rank, 3.0)],
+            [(0, whole, 3, 0.25)],
             [],
         ]
         self.slots = [
@@ -33,16 +37,18 @@ class LowRankCase:
             )
             for kind in kinds
         ]
-        self.x, self.y = random(len(index), width).to(device), random(len(index), 210).to(device)
+        self.x, self.y = random(len(index), width).to(device), random(len(index), whole).to(device)
         self.rows = AdapterRows(torch.tensor(index, dtype=torch.int32, device=device))
         self.low = LowRank(len(kinds), stored or dtype)
         if stacked:
-            self.low.set_up_stacks(210, width, len(parts), rank, torch.empty(0, dtype=dtype, device=device))
+            like = torch.empty(0, dtype=dtype, device=device)
+            self.low.set_up_stacks(parts, width, rank, like, as_columns=as_columns)
         for slot, pieces in enumerate(self.slots, 1):
             self.low.put(slot, pieces)
 
-    def expected(self) -> torch.Tensor:
-        y, x = self.y.cpu().double(), self.x.cpu().double()
+    def expected(self, y: torch.Tensor | None = None) -> torch.Tensor:
+        """What is added to y; None: to the case's own."""
+        y, x = (self.y if y is None else y).cpu().double().clone(), self.x.cpu().double()
         for row, slot in enumerate(self.rows.index.tolist()):
             for start, stop, a, b, scale in self.slots[slot - 1] if slot else ():
                 y[row, start:stop] += scale * (b.double() @ (a.double() @ x[row]))

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from quire.ops.linear import linear
-from quire.ops.lora import AdapterRows, LowRank, LowRankPiece, SomeRows, TablePiece, add_low_rank, add_pieces
+from quire.ops.lora import (
+    AdapterRows,
+    AddedLowRank,
+    LowRank,
+    LowRankPiece,
+    SomeRows,
+    TablePiece,
+    add_low_rank,
+    add_pieces,
+    most_columns,
+)
 from quire.ops.op import Kernels
 from quire.quant.experts import StoredExperts
 
@@ -51,7 +61,8 @@ class LinearAdapters:
         self.is_used = False  # some slot has something here
         self.was_used = False  # the same, now or before: what is captured once stays good when slots change
         if kernels.device.type != "cpu":
-            self.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), rank, like)
+            as_columns = num_slots * rank <= kernels.of(most_columns)()
+            self.low.set_up_stacks(layer.parts.values(), layer.in_size, rank, like, as_columns=as_columns)
         self._add = kernels.of(add_low_rank)
 
     def put(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:
@@ -63,14 +74,21 @@ class LinearAdapters:
                 self.step.version += 1
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
+        added = self.added(len(x))
+        return y if added is None else self._add(y, x, *added)
+
+    def added(self, num_rows: int) -> AddedLowRank | None:
+        """What is to be added to this many rows in the step under way; None: nothing."""
         rows = self.step.rows
         if rows is None or not (self.was_used or self.step.every_layer):
-            return y
-        if len(x) != len(rows.index):
+            return None
+        if num_rows != len(rows.index):
             if not self.was_used:
-                return y  # a trial of layers that no adapter has changed
-            raise RuntimeError(f"a layer has {len(x)} rows in a step of {len(rows.index)}: adapters cannot be matched")
-        return self._add(y, x, rows, self.low)
+                return None  # a trial of layers that no adapter has changed
+            raise RuntimeError(
+                f"a layer has {num_rows} rows in a step of {len(rows.index)}: adapters cannot be matched"
+            )
+        return AddedLowRank(rows, self.low)
 
     def merged(self, weight: Tensor, slot: int) -> Tensor:
         """A copy of the weight [rows, width] with what the slot's adapter adds; itself, where it adds nothing."""

@@ -147,6 +147,7 @@ class Batch:
     adapter_index: Tensor | None = None  # [T] int32: adapter of each token's row, 0: none; None: no row has one
     position_channels: Tensor | None = None  # [C, T] int64 (M-RoPE); None: every channel is `positions`
     through_linears: bool = False  # every matmul goes through Linear.forward: nothing may read weights past it
+    only_adapters: bool = False  # .. but what adds adapters itself: they are the only reason for that
     is_captured: bool = False  # a graph's: nothing may depend on what the tensors hold now
 
 

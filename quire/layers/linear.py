@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.layers.stored import MatrixLayer
 from quire.ops.coded import CodedWeight
+from quire.ops.lora import AddedLowRank, LowRank
 from quire.quant.scheme import MatrixShape, Slot, Storage
 from quire.quant.shard import Span
 
@@ -69,6 +70,15 @@ class Linear(MatrixLayer):
         """As `read_plain`, for ops of ops/few.py, some of which take some codes; None: it is not one matrix."""
         matrix = self.stored.few_form() if self._reduce is None else None
         return None if matrix is None else (matrix, self.stored.bias)
+
+    def added(self, num_rows: int) -> AddedLowRank | None:
+        """What adapters add to these rows, for ops that add it themselves; None: nothing."""
+        return None if self.adapters is None else self.adapters.added(num_rows)
+
+    @property
+    def low(self) -> LowRank | None:
+        """The adapters' part of this matrix; None: there are no adapters, or they are for others to merge."""
+        return None if self.adapters is None or self.absorbed else self.adapters.low
 
     def read_plain(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias for an op that computes more than the matmul: only where it `is_plain`, and only in steps

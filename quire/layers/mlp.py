@@ -48,11 +48,16 @@ class Mlp(nn.Module):
         up, down = self.up.read_few(), self.down.read_few()
         return None if up is None or down is None else [up[0], down[0]]
 
+    def few_linears(self) -> list[Linear]:
+        """Whose matrices those are."""
+        return [self.up, self.down]
+
     def in_parts(self, x: Tensor) -> Tensor | PartialSums:
         """mlp(x), to be added up by the next norm: see ops/few.py."""
-        up, down = self.up.read_few(), self.down.read_few()
+        up, down, rows = self.up.read_few(), self.down.read_few(), len(x)
         assert up is not None and down is not None
-        return self._linear_parts(self._linear_act(x, *up, self._act), *down)
+        between = self._linear_act(x, *up, self._act, self.up.added(rows))
+        return self._linear_parts(between, *down, self.down.added(rows))
 
     def of_rounded(self, x: RoundedRows) -> Tensor:
         """mlp(x) of inputs that are codes, and codes between its matmuls: see ops/rounded.py."""

@@ -274,6 +274,10 @@ class Moe(nn.Module):
         """As of an Mlp; experts are no business of ops/few.py."""
         return []
 
+    def few_linears(self) -> list[Linear]:
+        """As of an Mlp."""
+        return []
+
     def in_parts(self, x: Tensor) -> Tensor | PartialSums:
         """moe(x); the sum over experts leaves nothing to be added up."""
         return self(x)

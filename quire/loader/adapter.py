@@ -113,8 +113,8 @@ def read_adapter(path: str, places: AdapterPlaces, limits: AdapterLimits) -> Hos
     for pair in pairs:
         a, b = file.read(pair.name_a), file.read(pair.name_b)
         for name, tensor in ((pair.name_a, a), (pair.name_b, b)):
-            if not tensor.isfinite().all():
-                raise file.wrong(f"tensor {name!r} holds values that are not finite")
+            if not tensor.to(limits.dtype).isfinite().all():  # others multiply zeros with it
+                raise file.wrong(f"tensor {name!r} holds values that are not finite in {limits.dtype}")
         scale = config.scale_of(pair.module, config.rank_of(pair.module))
         digest.update(repr((pair.module, tuple(a.shape), tuple(b.shape), scale, pair.is_reversed)).encode())
         for tensor in (a, b):

@@ -31,7 +31,7 @@ from quire.models.stage import PipelineStage
 from quire.ops.act import PLAIN
 from quire.ops.blocks import BlockParts, Weights
 from quire.ops.coded import CodedWeight, is_simple
-from quire.ops.few import NormRule, few_rows, linear_add, linear_parts, norm_linear, part_rows
+from quire.ops.few import NormRule, added_rows, few_rows, linear_add, linear_parts, norm_linear, part_rows
 from quire.ops.lora import LowRank
 from quire.ops.parts import Delta, whole
 from quire.ops.rounded import RowCode, add_norm_rounded, rounded_linear, rounded_rows
@@ -74,6 +74,8 @@ class DecoderBlock(nn.Module):
         self.whole = Whole.of(self, arch)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        if self.in_parts is not None and batch.only_adapters and x.shape[0] <= self.in_parts.adapter_rows:
+            return self.in_parts(x, delta, batch, rotary)
         if self.few is not None and self.in_parts is not None and not batch.through_linears:
             is_few = delta is None and x.shape[0] <= self.few.rows and self.few.is_open
             if is_few and not self.in_parts.takes_codes:
@@ -145,13 +147,22 @@ class InParts:
     def __init__(self, few: Few, storage: Storage) -> None:
         self.few, self.attn, self.mlp, self.norms = few, few.attn, few.mlp, few.norms
         self._part_rows, self._dtype = storage.of(part_rows), storage.dtype
-        self._linear_parts = storage.of(linear_parts)
+        self._linear_parts, self._added_rows = storage.of(linear_parts), storage.of(added_rows)
 
     @cached_property
     def rows(self) -> int:
         """Up to how many rows it is the faster one: known when the first step runs, as in `Few`."""
         matrices = self.few.matrices()
         return 0 if matrices is None else self._part_rows(self.attn.qkv.in_size, self._dtype, matrices)
+
+    @cached_property
+    def adapter_rows(self) -> int:
+        """The same of steps whose rows have adapters."""
+        linears, matrices = (self.attn.qkv, self.attn.o, *self.mlp.few_linears()), self.few.matrices()
+        lows = [linear.low for linear in linears if linear.low is not None]
+        if matrices is None or len(lows) < len(matrices):
+            return 0
+        return min(self.rows, self._added_rows(list(zip(matrices, lows, strict=True))))
 
     @cached_property
     def takes_codes(self) -> bool:
@@ -162,7 +173,8 @@ class InParts:
         attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
         assert qkv is not None and o is not None
         h, x = self.norms[0].add(x, delta)
-        out = self._linear_parts(attn.attend(self._linear_parts(h, *qkv), batch, rotary), *o)
+        heads = self._linear_parts(h, *qkv, attn.qkv.added(len(h)))
+        out = self._linear_parts(attn.attend(heads, batch, rotary), *o, attn.o.added(len(h)))
         h, x = self.norms[1].add(x, out)
         return x, self.mlp.in_parts(h)
 

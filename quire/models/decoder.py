@@ -264,7 +264,7 @@ class Decoder(nn.Module):
             self.adapters.begin(batch.adapter_index, is_captured=batch.is_captured)
             adapters = None if batch.through_linears else self.adapters.rows
         if batch.adapter_index is not None:
-            batch = vetoed(batch)
+            batch = vetoed(batch, only_adapters=True)
         where, channels = batch.positions, batch.position_channels
         if channels is None:
             rotaries = [RotaryTables(*tables(where)) for tables in self._rotary_tables]

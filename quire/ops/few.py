@@ -6,7 +6,7 @@ Each op is a sequence of plain ops with the same results. A device that has a fo
     few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it; the matrix of the
                  first two may be codes with one scale for each row (`is_simple` of ops/coded.py)
     part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`; of
-                 which codes, `part_rows` says
+                 which codes, `part_rows` says, and of which adapters they add, `added_rows`
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.ops.coded import CodedWeight, coded_linear
 from quire.ops.linear import linear
+from quire.ops.lora import AddedLowRank, LowRank, add_low_rank
 from quire.ops.norm import rms_norm, rms_norm_wide
 from quire.ops.op import op
 from quire.ops.parts import PartialSums
@@ -75,18 +76,35 @@ def part_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedW
 
 
 @op
-def linear_parts(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> PartialSums:
-    """x weight' + bias, for consumers of partial sums: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
-    return PartialSums(_linear(x, weight, bias).float()[None], x.dtype)
+def added_rows(matrices: Sequence[tuple[Tensor | CodedWeight, LowRank]]) -> int:
+    """Up to how many rows the ops below add adapters to these matmuls faster than `add_low_rank` does; 0: they cannot,
+    or are never faster."""
+    return 0
 
 
 @op
-def linear_act(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, act: Callable[[Tensor], Tensor]) -> Tensor:
+def linear_parts(
+    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: AddedLowRank | None = None
+) -> PartialSums:
+    """x weight' + bias, for consumers of partial sums: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
+    return PartialSums(_linear(x, weight, bias, added).float()[None], x.dtype)
+
+
+@op
+def linear_act(
+    x: Tensor,
+    weight: Tensor | CodedWeight,
+    bias: Tensor | None,
+    act: Callable[[Tensor], Tensor],
+    added: AddedLowRank | None = None,
+) -> Tensor:
     """act(x weight' + bias)."""
-    return act(_linear(x, weight, bias))
+    return act(_linear(x, weight, bias, added))
 
 
-def _linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, added: AddedLowRank | None = None) -> Tensor:
+    if added is not None:
+        return add_low_rank.reference(_linear(x, weight, bias), x, *added)
     if isinstance(weight, Tensor):
         return linear.reference(x, weight, bias)
     return coded_linear.reference(x, weight, bias)

@@ -6,8 +6,9 @@ goes through the slots of a step one by one; a form for a device may take all ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -75,12 +76,14 @@ class TablePiece(NamedTuple):
 
 
 class LowRankStacks(NamedTuple):
-    """The same in tensors that a kernel takes: padded with zeros to the largest rank and number of pieces."""
+    """The same in tensors that a kernel takes, part by part of the matrix: padded with zeros to the largest rank. A
+    piece of several parts is there once for each of them."""
 
-    a: Tensor  # [slots, pieces, rank, width]
-    b: Tensor  # [slots, rows, rank]
-    spans: Tensor  # [slots, pieces, 2] int32: first row and last of each piece, exclusive
-    scales: Tensor  # [slots, pieces] float32
+    a: Tensor  # [slots, parts, rank, width]
+    b: Tensor  # [rows, slots, rank], in this order or slot by slot
+    spans: Tensor  # [slots, parts, 2] int32: first row and last of each part, exclusive; zeros where the slot has none
+    scales: Tensor  # [slots, parts] float32; zeros too
+    bounds: tuple[tuple[int, int], ...]  # first row and last of each part
 
 
 class SlotForm(Protocol):
@@ -98,13 +101,18 @@ class LowRank:
         self.stacks: LowRankStacks | None = None
         self.form: SlotForm | None = None  # made by the first kernel that needs it
 
-    def set_up_stacks(self, rows: int, width: int, num_pieces: int, rank: int, like: Tensor) -> None:
-        slots, device = len(self.pieces), like.device
+    def set_up_stacks(
+        self, parts: Iterable[int], width: int, rank: int, like: Tensor, *, as_columns: bool = False
+    ) -> None:
+        """`parts`: rows of each part of the matrix. `as_columns`: B of all slots are columns of one matrix."""
+        slots, device, ends = len(self.pieces), like.device, (0, *accumulate(parts))
+        bounds, shape = tuple(pairwise(ends)), (ends[-1], slots, rank) if as_columns else (slots, ends[-1], rank)
         self.stacks = LowRankStacks(
-            torch.zeros((slots, num_pieces, rank, width), dtype=like.dtype, device=device),
-            torch.zeros((slots, rows, rank), dtype=like.dtype, device=device),
-            torch.zeros((slots, num_pieces, 2), dtype=torch.int32, device=device),
-            torch.zeros((slots, num_pieces), dtype=torch.float32, device=device),
+            torch.zeros((slots, len(bounds), rank, width), dtype=like.dtype, device=device),
+            torch.zeros(shape, dtype=like.dtype, device=device).transpose(0, 0 if as_columns else 1),
+            torch.zeros((slots, len(bounds), 2), dtype=torch.int32, device=device),
+            torch.zeros((slots, len(bounds)), dtype=torch.float32, device=device),
+            bounds,
         )
 
     def put(self, slot: int, pieces: tuple[LowRankPiece, ...]) -> None:
@@ -114,23 +122,40 @@ class LowRank:
             if self.form is not None:
                 self.form.put(slot, pieces)
             return
-        a, b, spans, scales = (stack[slot - 1] for stack in self.stacks)
-        if self.pieces[slot - 1]:
-            b.zero_()
-        placed = []
-        for number in range(spans.shape[0]):
-            if number >= len(pieces):
-                spans[number].zero_()
-                continue
-            piece = pieces[number]
-            rank = piece.a.shape[0]
-            a[number].zero_()
-            a[number, :rank].copy_(piece.a)
-            b[piece.start : piece.stop, :rank].copy_(piece.b)
-            spans[number].copy_(torch.tensor((piece.start, piece.stop), dtype=torch.int32))
-            scales[number].fill_(piece.scale)
-            placed.append(piece._replace(a=a[number, :rank], b=b[piece.start : piece.stop, :rank]))
-        self.pieces[slot - 1] = tuple(placed)
+        stacks, at = self.stacks, slot - 1
+        if self.pieces[at]:
+            for stack in (stacks.b[:, at], stacks.spans[at], stacks.scales[at]):
+                stack.zero_()
+        self.pieces[at] = tuple(_placed(stacks, at, piece) for piece in pieces)
+
+
+def _placed(stacks: LowRankStacks, at: int, piece: LowRankPiece) -> LowRankPiece:
+    """The piece as it lies in the stacks of a slot once it has been copied there."""
+    start, stop, a, b, scale = piece
+    parts = [part for part, (first, last) in enumerate(stacks.bounds) if start <= first and last <= stop]
+    if not parts or (stacks.bounds[parts[0]][0], stacks.bounds[parts[-1]][1]) != (start, stop):
+        raise ValueError(f"an adapter of rows {start} to {stop} of a matrix whose parts are {stacks.bounds}")
+    rank = a.shape[0]
+    for part in parts:
+        stacks.a[at, part, rank:].zero_()
+        stacks.a[at, part, :rank].copy_(a)
+        stacks.spans[at, part].copy_(torch.tensor(stacks.bounds[part], dtype=torch.int32))
+        stacks.scales[at, part].fill_(scale)
+    stacks.b[start:stop, at, :rank].copy_(b)
+    return piece._replace(a=stacks.a[at, parts[0], :rank], b=stacks.b[start:stop, at, :rank])
+
+
+class AddedLowRank(NamedTuple):
+    """What adapters add to one matmul of a step."""
+
+    rows: AdapterRows
+    low: LowRank
+
+
+@op
+def most_columns() -> int:
+    """Up to how many columns, slots times rank, B of all slots are better one matrix; 0: never."""
+    return 0
 
 
 @op

@@ -89,7 +89,7 @@ def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str
         config.scheduler_config,
         config.parallel_config.pipeline_parallel_size,
     )
-    gpu = find_gpu()
+    gpu, lora = find_gpu(), config.lora_config
     return {
         "gpu": "" if gpu is None else gpu.name,
         "model": model.hf_config,
@@ -102,6 +102,7 @@ def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str
         "graphs": config.compilation_config.cudagraph_capture_sizes,
         "attention": config.attention_config.backend,
         "fixed": env.BATCH_INVARIANT.get(),
+        **({} if lora is None else {"adapters": [lora.max_loras, lora.max_lora_rank, lora.lora_dtype]}),
         **({"rank": rank, "ranks": num_workers} if num_workers > 1 else {}),
         **({"stages": stages, "layers": env.PP_LAYER_PARTITION.get()} if stages > 1 else {}),
     }

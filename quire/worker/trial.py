@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TOKENS = (2, 4, 16, 64, 256, 1024, 4096)  # beside the largest step: some kernels go by the number of tokens
 DECODES = (4, 24, 96)  # rows that decode in a step: attention goes by it
 ALONE = 1024  # tokens of a prompt that has a step for itself
+PROMPT = 64  # of one with an adapter
 CONTEXT = 600  # tokens before them: enough to look for a prefix that they share
 
 
@@ -81,8 +82,8 @@ class Trial:
         with torch.inference_mode():
             self._runner.graphs.run_uncaptured(bucket)
 
-    def decodes_with_adapters(self) -> None:
-        """What graphs with adapters hold, where adapters change every layer."""
+    def with_adapters(self, largest: int) -> None:
+        """What graphs with adapters hold, and a prompt with one, where adapters change every layer."""
         runner = self._runner
         if not isinstance(runner, ModelRunner) or runner.adapter_graphs is None or runner.adapters is None:
             return
@@ -92,6 +93,8 @@ class Trial:
             with torch.inference_mode():
                 for bucket in (size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]):
                     runner.adapter_graphs.run_uncaptured(bucket)
+            count = np.array([min(PROMPT, largest, self._max_len)], np.int64)
+            self._run(np.zeros_like(count), count, filters=False, adapters=np.ones(1, np.int32))
         finally:
             runner.adapters.step.every_layer = False
 
@@ -120,15 +123,17 @@ class Trial:
         for bucket in buckets:
             if bucket & (bucket - 1) == 0 or bucket == buckets[-1]:
                 self.decode(bucket)
-        self.decodes_with_adapters()
+        self.with_adapters(largest)
         for bucket in reversed(self.mixed_sizes):  # the largest first: it makes the room of all
             if bucket & (bucket - 1) == 0 or bucket == self.mixed_sizes[-1]:
                 self.mixed_graph(bucket)
 
     @torch.inference_mode()
-    def _run(self, starts: np.ndarray, counts: np.ndarray, filters: bool) -> None:
+    def _run(self, starts: np.ndarray, counts: np.ndarray, filters: bool, adapters: np.ndarray | None = None) -> None:
         rows = np.arange(len(counts))
-        shape = StepShape(rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows)
+        shape = StepShape(
+            rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows, adapters=adapters
+        )
         runner, step = self._runner, self._inputs.build(shape, self._runner.backend)
         if not isinstance(runner, ModelRunner):  # what follows is small beside it
             runner.model.forward(step.batch)

@@ -254,6 +254,18 @@ def test_tensors_that_are_refused(
     assert all(word in str(refused.value) for word in words), refused.value
 
 
+def test_numbers_that_overflow_when_they_are_stored(folder: Path, places: AdapterPlaces) -> None:
+    """Rows of other adapters are multiplied by zero times these."""
+
+    def large(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.q_proj.lora_B.weight"][0, 0] = 1e6
+
+    change(folder, large)
+    read(folder, places, AdapterLimits(8, torch.bfloat16))
+    with pytest.raises(CheckpointError, match=r"q_proj.lora_B.weight.*not finite in torch.float16"):
+        read(folder, places, AdapterLimits(8, torch.float16))
+
+
 def test_copies_of_the_base_model_are_compared(tmp_path: Path) -> None:
     """PEFT stores the whole embedding and head beside their adapters: equal ones are of no use, others are refused."""
     theirs = tiny_model("LlamaForCausalLM")

@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quire.layers.adapters import StepAdapters
 from quire.layers.batch import Batch, NoAttention
 from quire.layers.linear import Linear
+from quire.layers.places import attach
 from quire.layers.stored import MatrixLayer
 from quire.models.build import build_model
 from quire.ops.cpu.native import kernels
-from quire.ops.few import few_rows, part_rows
+from quire.ops.few import added_rows, few_rows, part_rows
+from quire.ops.lora import LowRankPiece
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
 from quire.quant.plain import PlainChoice
@@ -163,19 +166,19 @@ class Echo(NoAttention):
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
-def forward(model: Any, *, veto: bool) -> Tensor:
+def forward(model: Any, *, veto: bool, slots: Tensor | None = None) -> Tensor:
     ids = torch.arange(3) + 5
     with torch.inference_mode():
-        batch = Batch(ids, torch.arange(3), [Echo()], ids, 3, through_linears=veto)
+        batch = Batch(ids, torch.arange(3), [Echo()], ids, 3, through_linears=veto, adapter_index=slots)
         return model.logits(model.forward(batch))
 
 
 class Fused(Kernels):
     """References, of a device that would rather have few rows, or matmuls in parts, another way."""
 
-    def __init__(self, rows: int, parts: int) -> None:
+    def __init__(self, rows: int, parts: int, added: int = 0) -> None:
         super().__init__(torch.device("cpu"))
-        object.__setattr__(self, "_most", {few_rows: rows, part_rows: parts})
+        object.__setattr__(self, "_most", {few_rows: rows, part_rows: parts, added_rows: added})
 
     def of(self, op: Any) -> Any:
         most = vars(self)["_most"].get(op)
@@ -210,6 +213,36 @@ def test_whoever_watches_a_linear_sees_it(arch: str, rows: int, parts: int) -> N
         assert torch.equal(forward(model, veto=False), wanted) and seen
         hook.remove()
         assert forward(model, veto=False).isnan().any() and len(seen) == 1
+
+
+def with_adapters(model: Any, held: Kernels) -> Any:
+    """Adapters of every matmul in the second of two slots."""
+    model.adapters = StepAdapters()
+    draw = torch.Generator().manual_seed(1)
+    for layer in attach(model, model.adapters, 2, 4, torch.empty(0), held):
+        if isinstance(layer, Linear) and layer.adapters is not None:
+            a, b = (torch.randn(shape, generator=draw) * 0.3 for shape in ((4, layer.in_size), (layer.out_size, 4)))
+            layer.adapters.put(2, [LowRankPiece(0, layer.out_size, a, b, 0.5)])
+    return model
+
+
+@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_matmuls_in_parts_add_adapters_unless_somebody_watches(arch: str) -> None:
+    """And in longer steps than they say they add them in, every matmul goes through its Linear."""
+    slots = torch.tensor([2, 0, 2], dtype=torch.int32)
+    held = {added: Fused(1, 8, added) for added in (3, 2)}
+    plain = with_adapters(built(arch, held[2], hidden=False), held[2])
+    wanted, base = forward(plain, veto=False, slots=slots), forward(plain, veto=False)
+    changed = (wanted - base).abs().amax(1)
+    assert changed[0] > 0.1 and changed[2] > 0.1 and changed[1] < 1e-4  # of such an attention, rows are on their own
+    fused = with_adapters(built(arch, held[3], hidden=False), held[3])
+    torch.testing.assert_close(forward(fused, veto=False, slots=slots), wanted, rtol=1e-4, atol=1e-4)
+    through, past = (with_adapters(built(arch, held[n], hidden=True), held[n]) for n in (2, 3))
+    torch.testing.assert_close(forward(through, veto=False, slots=slots), wanted, rtol=1e-4, atol=1e-4)
+    assert forward(past, veto=False, slots=slots).isnan().any()
+    hook = past.layers[0].attn.o.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(forward(past, veto=False, slots=slots), wanted, rtol=1e-4, atol=1e-4)
+    hook.remove()
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels")

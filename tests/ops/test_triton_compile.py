@@ -402,41 +402,67 @@ def test_writing_a_cache_in_8_bits(code):
 @pytest.mark.parametrize(("pieces", "rank"), [(3, 16), (1, 24)])
 def test_adapters_of_rows(pieces, rank, early):
     constants = {"PIECES": pieces, "RANK": rank, "RANK_TILE": triton.next_power_of_2(rank), "EARLY": early}
-    lists, sizes = {"index": WHOLE, "spans": WHOLE, "h": WIDE}, ("width", "x_stride", "num_rows", "y_stride")
+    lists, sizes = (
+        {"index": WHOLE, "spans": WHOLE, "h": WIDE},
+        ("width", "x_stride", "num_rows", "y_stride", "b_row", "b_slot"),
+    )
     kinds = lists | {"x": HALF, "a": HALF, "width": "i32", "x_stride": "i32"}
     share, at_once, rows = lora.tiles_of(constants["RANK_TILE"])
     more = constants | {"WIDTH": at_once, "SHARE": share}
     made = [compiled(lora._shrink_kernel, kinds, more, unaligned=sizes, early=early)]
-    kinds = lists | {"y": HALF, "b": HALF, "scales": WIDE, "num_rows": "i32", "y_stride": "i32"}
+    kinds = lists | {
+        "y": HALF,
+        "b": HALF,
+        "scales": WIDE,
+        "num_rows": "i32",
+        "y_stride": "i32",
+        "b_row": "i32",
+        "b_slot": "i32",
+    }
     more = constants | {"ROWS": rows, "SHARES": 12, "SHARE_TILE": 16}
     made += [compiled(lora._expand_kernel, kinds, more, unaligned=sizes, early=early)]
+    assert made[-1].asm["ptx"].count("ld.global.v4") >= 4  # B, 16 bytes at a time
+    kinds = {"index": WHOLE, "scales": WIDE, "h": HALF, "out": HALF, "num_rows": "i32"}
+    more = {"SLOTS": 8, "PIECES": pieces, "RANK": rank, "ROWS": 8, "COLUMNS": 256, "EARLY": early}
+    made += [compiled(lora._own_kernel, kinds, more, unaligned=("index",), early=early)]
     for each in made:
         assert ("griddepcontrol.wait" in each.asm["ptx"]) == early and ".local" not in each.asm["ptx"]
 
 
+@pytest.mark.parametrize("rank", [0, 8, 16, 64])
 @pytest.mark.parametrize("rows", [16, 32])
-def test_products_of_some_rows(rows):
-    """Gluon kernels, which compile for Hopper alone."""
+def test_products_of_some_rows(rows, rank):
+    """Gluon kernels, which compile for Hopper alone; with adapters of this rank, or none."""
     skinny = pytest.importorskip("quire.ops.triton.skinny")
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
-    for kernel, ring, box, more in (
-        (skinny._parts_kernel, skinny.WIDE, skinny.TILE.value, {"sums": "*fp32"}),
-        (skinny._silu_kernel, skinny.NARROW, skinny.TILE.value // 2, {"out": HALF}),
+    low = ("low", "h", "index", "scales")
+    for kernel, ring, box, more, pieces in (
+        (skinny._parts_kernel, skinny.WIDE, skinny.TILE.value, {"sums": WIDE}, 3),
+        (skinny._parts_kernel, skinny.NARROW, skinny.TILE.value, {"sums": WIDE}, 1),
+        (skinny._silu_kernel, skinny.NARROW, skinny.TILE.value // 2, {"out": HALF}, 2),
+        (skinny._shrink_kernel, skinny.WIDE, skinny.TILE.value, {"h": WIDE, "index": WHOLE}, 3),
     ):
-        kinds = {
-            "matrix": f"tensordesc<bf16[{box},{ring.entries}],{layout!r}>",
-            "rows": f"tensordesc<bf16[{rows},{ring.entries}],{layout!r}>", "bias": HALF, **more,
-        }  # fmt: skip
-        constants = {"ROWS": rows, "ENTRIES": ring.entries, "BUFFERS": ring.buffers, "BIAS": True, "EARLY": True}
+        matrix = f"tensordesc<bf16[{box},{ring.entries}],{layout!r}>"
+        constants = {"ROWS": rows, "ENTRIES": ring.entries, "BUFFERS": ring.buffers, "EARLY": True}
+        kinds = {"matrix": matrix, "rows": f"tensordesc<bf16[{rows},{ring.entries}],{layout!r}>", "bias": HALF, **more}
+        if kernel is skinny._shrink_kernel:
+            constants |= {"OF_SLOT": pieces * max(rank, 1)}
+        else:
+            splits = skinny.shrink_shape_of(4096, rank)[1] if rank else 0
+            constants |= {"BIAS": True, "PIECES": pieces if rank else 0, "RANK": rank, "SPLITS": splits}
+            constants |= {} if rank else dict.fromkeys(low)
+            kinds |= {"low": matrix, "h": WIDE, "index": WHOLE, "scales": WIDE}
         signature = {
-            param.name: "constexpr" if param.is_constexpr else kinds.get(param.name, "i32") for param in kernel.params
+            param.name: "constexpr" if param.name in constants else kinds.get(param.name, "i32")
+            for param in kernel.params
         }
         places = {(list(signature).index(name),): value for name, value in constants.items()}
         made = triton.compile(
             source(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
         )
         assert made.metadata.shared * ring.programs <= 227 << 10  # so many share a multiprocessor
+        assert ".local" not in made.asm["ptx"]
 
 
 @pytest.mark.parametrize("rows", [3, 17, 50, 200])

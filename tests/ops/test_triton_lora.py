@@ -18,7 +18,7 @@ from tests.lora_case import MIXES, LowRankCase
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.bfloat16, 8), (torch.float32, 24)])
 def test_any_mix_of_rows_and_ranks(mix, dtype, rank, monkeypatch):
-    case = LowRankCase(MIXES[mix], dtype, rank=rank)
+    case = LowRankCase(MIXES[mix][:32], dtype, rank=rank, as_columns=rank == 24)
     monkeypatch.setattr(lora.lora.add_low_rank, "reference", None)  # the kernels take it
     expected = case.expected()
     result = lora.add_low_rank(case.y.clone(), case.x, case.rows, case.low)
@@ -62,6 +62,26 @@ def test_slots_filled_again():
     case.slots[0], case.slots[2] = case.slots[1], ()
     result = lora.add_low_rank(case.y.clone(), case.x, case.rows, case.low)
     torch.testing.assert_close(result.double(), case.expected(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.bfloat16, 24)])
+def test_all_slots_at_once(mix, dtype, rank, monkeypatch):
+    case = LowRankCase(MIXES[mix], dtype, rank=rank, as_columns=True)
+    expected = case.expected()
+    monkeypatch.setattr(lora.lora.add_low_rank, "reference", None)
+    monkeypatch.setattr(lora, "_shrink_kernel", None)
+    monkeypatch.setattr(lora, "FEW_ROWS", 0)
+    result = lora.add_low_rank(case.y.clone(), case.x, case.rows, case.low)
+    limit = 1e-4 if dtype is torch.float32 else 0.25
+    torch.testing.assert_close(result.double(), expected, rtol=limit, atol=limit)
+    base = case.rows.index == 0
+    assert torch.equal(result[base], case.y[base])
+    case.low.put(1, case.slots[1])
+    case.low.put(3, ())
+    case.slots[0], case.slots[2] = case.slots[1], ()
+    result = lora.add_low_rank(case.y.clone(), case.x, case.rows, case.low)
+    torch.testing.assert_close(result.double(), case.expected(), rtol=limit, atol=limit)
 
 
 def test_many_rows_go_to_matmuls(monkeypatch):

@@ -124,11 +124,11 @@ def _read_back(rows: AdapterRows) -> Any:
 def add_by_stacks(y: Tensor, x: Tensor, rows: AdapterRows, low: LowRank) -> Tensor:
     """Another way to the kernel's result: every row with every piece of its slot, masked."""
     assert low.stacks is not None
-    a, b, spans, scales = low.stacks
+    a, b, spans, scales, _ = low.stacks
     entry, column = (rows.index.long() - 1).clamp(min=0), torch.arange(y.shape[1])
     inside = (column >= spans[entry][..., :1]) & (column < spans[entry][..., 1:]) & (rows.index > 0)[:, None, None]
     h = torch.einsum("tw,tprw->tpr", x, a[entry])
-    delta = torch.einsum("tpr,tor->tpo", h, b[entry]) * scales[entry][:, :, None]
+    delta = torch.einsum("tpr,otr->tpo", h, b[:, entry]) * scales[entry][:, :, None]
     y += torch.where(inside, delta, 0.0).sum(1)
     return y
 
@@ -150,7 +150,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         for layer in runner.model.modules():
             if isinstance(layer, Linear) and layer.adapters is not None:
                 like = torch.empty(0)
-                layer.adapters.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), RANK, like)
+                layer.adapters.low.set_up_stacks(layer.parts.values(), layer.in_size, RANK, like)
                 layer.adapters._add = add_by_stacks
                 linears.append(layer.adapters)
         inputs = runner.inputs = DeviceInputs(runner.rows, 64, GraphFields(adapters=True))

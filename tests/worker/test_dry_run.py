@@ -24,6 +24,7 @@ from quire.attention.triton import TritonAttention
 from quire.base import env
 from quire.layers.linear import Linear
 from quire.layers.moe import Moe
+from quire.ops.lora import most_columns
 from quire.ops.op import Kernels
 from quire.ops.triton import launch, register, warm
 from quire.sampling.sampler import Sampler
@@ -85,7 +86,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             for layer in runner.model.modules():
                 if isinstance(layer, Linear) and layer.adapters is not None and layer.adapters.low.stacks is None:
                     like = torch.empty(0, dtype=torch.bfloat16)
-                    layer.adapters.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), 8, like)
+                    layer.adapters.low.set_up_stacks(
+                        layer.parts.values(),
+                        layer.in_size,
+                        8,
+                        like,
+                        as_columns=Kernels.here("cpu").of(most_columns)() > 0,
+                    )
             runner.adapter_graphs = UncapturedGraphs(
                 SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=512,
                 adapters=self._adapters.step,
@@ -172,10 +179,14 @@ def test_serving_wants_no_kernel_that_was_not_listed(
     assert len(wanted) > 15 and any(job["name"] == "_allow_kernel" for job in wanted)
 
 
+@pytest.mark.parametrize("kernels", [{"_own_kernel"}, {"_shrink_kernel", "_expand_kernel"}])
 def test_adapters_want_no_kernel_that_was_not_listed(
-    as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: set[str], as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every layer, in decodes of few and of many rows and in steps with prompts."""
+    if len(kernels) > 1:
+        usual = Kernels.of
+        monkeypatch.setattr(Kernels, "of", lambda self, op: (lambda: 0) if op is most_columns else usual(self, op))
     model = make_tiny("Qwen3ForCausalLM", tmp_path / "model", num_hidden_layers=1)
     paths = [write_adapter(model, tmp_path / f"a{n}", seed=n, rank=4 * n, modules=linear_modules(model, None)).path
              for n in (1, 2)]  # fmt: skip
@@ -190,7 +201,7 @@ def test_adapters_want_no_kernel_that_was_not_listed(
 
     more = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     wanted = check_listed(str(tmp_path / "model"), ask, monkeypatch, **more)
-    assert {"_shrink_kernel", "_expand_kernel"} <= {job["name"] for job in wanted}
+    assert kernels <= {job["name"] for job in wanted}
 
 
 def check_listed(
