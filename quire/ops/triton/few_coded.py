@@ -137,6 +137,20 @@ _EIGHT = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 24))
 _ONLY = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
 
 
+# From Triton 3.9 on it has another name.
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def _seen_as(memory, kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        return memory.reinterpret(kind, shape, layout)
+
+else:
+
+    @gluon.jit
+    def _seen_as(memory, kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        return memory._reinterpret(kind, shape, layout)
+
+
 @gluon.constexpr_function
 def _words_layout(warps, rows, words):
     """[warps, 8 / rows, rows, 4, words]: a warp has 8 rows of the matrix, four threads of it `words` each of one."""
@@ -267,7 +281,8 @@ def _block(staged, at, M: gl.constexpr, WARPS: gl.constexpr):
     """Four words of inputs for each thread: of row lane / 4 % M."""
     own: gl.constexpr = gl.SliceLayout(1, _words_layout(WARPS, M, 4))
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    words = staged._reinterpret(gl.int32, [staged.shape[0], WARPS, M, 4, 4], flat)
+    BLOCKS: gl.constexpr = staged.shape[0]
+    words = _seen_as(staged, gl.int32, (BLOCKS, WARPS, M, 4, 4), flat)
     return words.index(at).load(own).expand_dims(1)
 
 
@@ -373,7 +388,7 @@ def _few_coded_kernel(
     staged = gl.allocate_shared_memory(
         kind, [SLABS * BLOCKS, WARPS * M * 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )  # fmt: skip
-    slabs = staged._reinterpret(kind, [SLABS, BLOCKS, WARPS, M, 32], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+    slabs = _seen_as(staged, kind, (SLABS, BLOCKS, WARPS, M, 32), gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     if EARLY:
         gdc_launch_dependents()
     loaded = _load(codes, scale, first, 0, N, COUNT, K, GROUP, M, WARPS, AHEAD, STEPS, PACKED)
