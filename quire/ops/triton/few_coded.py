@@ -466,6 +466,11 @@ def config_of(n: int, k: int, *, packed: bool, gated: bool) -> FewCodedConfig:
     return FewCodedConfig(8, 4 if packed and not gated else 2)
 
 
+def options_of(config: FewCodedConfig) -> dict[str, int]:
+    """For the compiler."""
+    return {"maxnreg": config.registers} if config.registers else {}
+
+
 def few_coded_linear(
     x: Tensor,  # [M, K], rows may be apart
     weight: CodedWeight,
@@ -479,12 +484,13 @@ def few_coded_linear(
 ) -> Tensor:
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
     packed = is_packed(weight.kind)
-    warps, ahead, registers, summed = config or config_of(n, k, packed=packed, gated=gated)
+    config = config or config_of(n, k, packed=packed, gated=gated)
+    warps, ahead, _, summed = config
     rows = x.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     rule = norm or NormRule(None, 0.0, 0.0, False)
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
-    options = ({"launch_pdl": True} if early else {}) | ({"maxnreg": registers} if registers else {})
+    options = ({"launch_pdl": True} if early else {}) | options_of(config)
     _few_coded_kernel[(-(-n // 16),)](
         x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, x.stride(0),
         rule.eps, rule.offset, M=1 << (rows - 1).bit_length(), ROWS=rows, N=n, K=k, GROUP=weight.group, CODING=_KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
