@@ -19,8 +19,6 @@ from quire.ops.op import Fits, FormTable
 from quire.ops.triton import few
 from quire.ops.triton.act import SILU
 
-MOST_ROWS = 8  # that the kernel multiplies at once
-FASTER = 1  # up to so many rows it is faster than what other rows use
 DTYPES = (torch.bfloat16, torch.float16)
 _KINDS = {"fp8": 0, "int8": 1, "int4": 2, "fp4": 3}
 
@@ -29,112 +27,109 @@ class FewCodedConfig(NamedTuple):
     warps: int  # that share K
     ahead: int  # chunks of a warp whose codes are loaded at once
     registers: int = 0  # of a thread at most; 0: as many as the compiler takes
-    summed: bool = True
+    bits: bool = False
 
 
-def _fp8(kind: str) -> str:
-    """c: the numbers of codes in the high bytes of the 16-bit halves of a."""
-    shift, mask, by = (4, "0x07F007F0", "0x7B807B80") if kind == "bf16" else (1, "0x3F803F80", "0x5C005C00")
-    return f"""shr.b32 b, a, {shift};
-        and.b32 b, b, {mask};
-        lop3.b32 b, a, 0x80008000, b, 0xEA;
-        mov.b32 d, {by};
-        mul.{kind}x2 c, b, d;"""
+_FP8 = "mov.b32 {l, h}, a; cvt.rn.f16x2.e4m3x2 c, l; cvt.rn.f16x2.e4m3x2 d, h;"
+# c: the numbers of codes in the high bytes of the 16-bit halves of a, times 2^-8
+_FP8_BITS = """shr.b32 b, a, 1;
+    and.b32 b, b, 0x3F803F80;
+    lop3.b32 c, a, 0x80008000, b, 0xEA;"""
+# c: the numbers of codes in the low bytes of the 16-bit halves of a
+_INT8 = """and.b32 b, a, 0x00FF00FF;
+    lop3.b32 b, b, 0x00800080, 0x64006400, 0xBE;
+    mov.b32 d, 0x64806480;
+    sub.f16x2 c, b, d;"""
+# c: the numbers of codes in the low bits of the 16-bit halves of a
+_FP4 = """shl.b32 b, a, 9;
+    shl.b32 c, a, 12;
+    and.b32 c, c, 0x80008000;
+    lop3.b32 c, b, 0x0E000E00, c, 0xEA;
+    mov.b32 d, 0x74007400;
+    mul.f16x2 c, c, d;"""
 
 
-def _int8(kind: str) -> str:
-    """c: the numbers of codes in the low bytes of the 16-bit halves of a."""
-    if kind == "bf16":
-        return """lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 c, a, 0x00800080, 0x43004300, 0xEA;
-        sub.bf16x2 c, b, c;"""
-    return """and.b32 b, a, 0x00FF00FF;
-        lop3.b32 b, b, 0x00800080, 0x64006400, 0xBE;
-        mov.b32 d, 0x64806480;
-        sub.f16x2 c, b, d;"""
-
-
-def _int4(kind: str, summed: bool) -> str:
-    """c: codes in the low bits of the 16-bit halves of a, plus a power of two; not summed: less that and the middle."""
-    one, base = ("0x43004300", "0x43084308") if kind == "bf16" else ("0x64006400", "0x64086408")
-    text = f"lop3.b32 c, a, 0x000F000F, {one}, 0xEA;"
-    return text if summed else text + f"mov.b32 d, {base};sub.{kind}x2 c, c, d;"
-
-
-def _fp4(kind: str) -> str:
-    shift, by = (6, "0x7E807E80") if kind == "bf16" else (9, "0x74007400")
-    mask = f"0x{7 << shift:04X}{7 << shift:04X}"
-    return f"""shl.b32 b, a, {shift};
-        shl.b32 c, a, 12;
-        and.b32 c, c, 0x80008000;
-        lop3.b32 c, b, {mask}, c, 0xEA;
-        mov.b32 d, {by};
-        mul.{kind}x2 c, c, d;"""
-
-
-def _mma(kind: str, to: str, a: tuple[str, str, str, str], b: tuple[str, str]) -> str:
+def _mma(to: str, a: tuple[str, str, str, str], first: int) -> str:
     sums = ", ".join(f"{to}{i}" for i in range(4))
     return (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{sums}}}, {{{', '.join(a)}}}, {{{', '.join(b)}}}, "
-        f"{{{sums}}};"
+        f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{sums}}}, {{{', '.join(a)}}}, "
+        f"{{${first}, ${first + 1}}}, {{{sums}}};"
     )
 
 
-def _chain(names: str) -> str:
-    regs = ", ".join(f"{name}{i}" for name in names for i in range(4))
-    return f".reg .f32 {regs};" + "".join(f"mov.f32 {name}{i}, 0f00000000;" for name in names for i in range(4))
+def _widened(coding: int, source: int, row: int) -> list[str]:
+    """Two or four pairs of numbers of the codes in one word, to p{row} and every other register after it."""
+    at = f"${source}"
+    if coding == 0:
+        return [f"mov.b32 a, {at}; {_FP8} mov.b32 p{row}, c; mov.b32 p{row + 2}, d;"]
+    if coding == 4:
+        return [
+            f"shl.b32 a, {at}, 8; {_FP8_BITS} mov.b32 p{row}, c;",
+            f"mov.b32 a, {at}; {_FP8_BITS} mov.b32 p{row + 2}, c;",
+        ]
+    if coding == 1:
+        return [
+            f"mov.b32 a, {at}; {_INT8} mov.b32 p{row}, c;",
+            f"shr.b32 a, {at}, 8; {_INT8} mov.b32 p{row + 2}, c;",
+        ]
+    if coding == 2:  # 1024 + code, and 1024 + 16 code
+        return [
+            f"shr.b32 a, {at}, 8;",
+            f"lop3.b32 p{row}, {at}, 0x000F000F, 0x64006400, 0xEA; lop3.b32 p{row + 2}, a, 0x000F000F, 0x64006400, 0xEA;",
+            f"lop3.b32 p{row + 4}, {at}, 0x00F000F0, 0x64006400, 0xEA;",
+            f"lop3.b32 p{row + 6}, a, 0x00F000F0, 0x64006400, 0xEA;",
+        ]
+    moved = ((0, "mov.b32 a, {};"), (2, "shr.b32 a, {}, 8;"), (4, "shr.b32 a, {}, 4;"), (6, "shr.b32 a, {}, 12;"))
+    return [f"{move.format(at)} {_FP4} mov.b32 p{row + to}, c;" for to, move in moved]
 
 
-def _joined(names: str) -> str:
-    if len(names) == 1:
-        return "".join(f"mov.f32 ${i}, {names}{i};" for i in range(4))
-    return "".join(f"add.f32 ${i}, {names[0]}{i}, {names[1]}{i};" for i in range(4))
-
-
-def _product(coding: int, kind: str, summed: bool) -> str:
-    """$4 to $7: 16 bytes of codes of one row of the matrix, $8 to $11: of the row 8 further; then the inputs."""
-    body = (_fp8(kind), _int8(kind), _int4(kind, summed), _fp4(kind))[coding]
-    lines = ["{", ".reg .b32 a, b, c, d, p<8>;", _chain("uv")]
-
-    def widened(source: int, moved: str, to: int) -> None:
-        lines.append(f"{moved.format(source=f'${source}')}{body}mov.b32 p{to}, c;")
-
+def _product(coding: int) -> str:
+    """$4 to $7: what the sums begin with; $8 to $11: 16 bytes of codes of one row of the matrix, $12 to $15: of the row
+    8 further; then the inputs."""
+    regs = ", ".join(f"{name}{i}" for name in "uv" for i in range(4))
+    lines = ["{", ".reg .b32 a, b, c, d, p<8>;", ".reg .b16 l, h;", f".reg .f32 {regs};"]
+    lines += [f"mov.f32 u{i}, ${4 + i}; mov.f32 v{i}, 0f00000000;" for i in range(4)]
     for word in range(4):
-        if coding < 2:
-            even, odd = ("shl.b32 a, {source}, 8;", "mov.b32 a, {source};")
-            if coding == 1:
-                even, odd = ("mov.b32 a, {source};", "shr.b32 a, {source}, 8;")
-            for row in range(2):
-                widened(4 + 4 * row + word, even, row)
-                widened(4 + 4 * row + word, odd, 2 + row)
-            to = "uv"[word % 2]
-            lines.append(_mma(kind, to, ("p0", "p1", "p2", "p3"), (f"${12 + 2 * word}", f"${13 + 2 * word}")))
-        else:
-            for row in range(2):
-                widened(4 + 4 * row + word, "mov.b32 a, {source};", row)
-                widened(4 + 4 * row + word, "shr.b32 a, {source}, 8;", 2 + row)
-                widened(4 + 4 * row + word, "shr.b32 a, {source}, 4;", 4 + row)
-                widened(4 + 4 * row + word, "shr.b32 a, {source}, 12;", 6 + row)
-            lines.append(_mma(kind, "u", ("p0", "p1", "p2", "p3"), (f"${12 + 2 * word}", f"${13 + 2 * word}")))
-            lines.append(_mma(kind, "v", ("p4", "p5", "p6", "p7"), (f"${20 + 2 * word}", f"${21 + 2 * word}")))
-    return "\n".join([*lines, _joined("uv"), "}"])
+        for row in range(2):
+            lines += _widened(coding, 8 + 4 * row + word, row)
+        packed = coding in (2, 3)
+        lines.append(_mma("u" if packed else "uv"[word % 2], ("p0", "p1", "p2", "p3"), 16 + 2 * word))
+        if packed:
+            lines.append(_mma("v", ("p4", "p5", "p6", "p7"), 24 + 2 * word))
+    lines += [f"add.f32 ${i}, u{i}, v{i};" for i in range(4)]
+    return "\n".join([*lines, "}"])
 
 
-def _sum(kind: str) -> str:
-    """The sum of a chunk's inputs, as often as `_product` has sums."""
-    one = "0x3F803F80" if kind == "bf16" else "0x3C003C00"
-    lines = ["{", ".reg .b32 p;", f"mov.b32 p, {one};", _chain("uv")]
-    for word in range(8):
-        lines.append(_mma(kind, "uv"[word % 2], ("p",) * 4, (f"${4 + 2 * word}", f"${5 + 2 * word}")))
-    return "\n".join([*lines, _joined("uv"), "}"])
+_TEXTS = gl.constexpr(tuple(_product(coding) for coding in range(5)))
+_FOUR = gl.constexpr(",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 16))
+_EIGHT = gl.constexpr(",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 24))
 
 
-_BF16 = gl.constexpr(tuple(_product(coding, "bf16", summed) for coding in range(4) for summed in (False, True)))
-_F16 = gl.constexpr(tuple(_product(coding, "f16", summed) for coding in range(4) for summed in (False, True)))
-_SUMS = gl.constexpr((_sum("bf16"), _sum("f16")))
-_FOUR = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
-_EIGHT = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 24))
-_ONLY = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
+# Two of float32, rounded to another kind. The compiler converts one at a time, at a fraction of the rate.
+_TO_BF16 = gl.constexpr("""{
+    .reg .b32 both;
+    cvt.rn.bf16x2.f32 both, $3, $2;
+    .reg .b32 low, high;
+    shl.b32 low, both, 16;
+    and.b32 high, both, 0xFFFF0000;
+    mov.b32 $0, low;
+    mov.b32 $1, high;
+}""")
+_TO_F16 = gl.constexpr("""{
+    .reg .b32 both;
+    .reg .b16 low, high;
+    cvt.rn.f16x2.f32 both, $3, $2;
+    mov.b32 {low, high}, both;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high;
+}""")
+
+
+@gluon.jit
+def _rounded(x, IS_HALF: gl.constexpr):
+    if IS_HALF:
+        return gl.inline_asm_elementwise(_TO_F16, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(_TO_BF16, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 # From Triton 3.9 on it has another name.
@@ -152,48 +147,46 @@ else:
 
 
 @gluon.constexpr_function
-def _words_layout(warps, rows, words):
-    """[warps, 8 / rows, rows, 4, words]: a warp has 8 rows of the matrix, four threads of it `words` each of one."""
-    return gl.BlockedLayout([1, 1, 1, 1, words], [1, 8 // rows, rows, 4, 1], [warps, 1, 1, 1, 1], [4, 3, 2, 1, 0])
+def _words_layout(warps, words):
+    """[warps, 8, 4, words]: a warp has 8 rows of the matrix, four threads of it `words` each of one."""
+    return gl.BlockedLayout([1, 1, 1, words], [1, 8, 4, 1], [warps, 1, 1, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function
-def _along(layout, dim, rank):
-    """The layout of a vector along one dimension of this one."""
-    for other in range(rank - 1, -1, -1):
+def _along(layout, dim):
+    """The layout of a vector along one of four dimensions of this one."""
+    for other in (3, 2, 1, 0):
         if other != dim:
             layout = gl.SliceLayout(other, layout)
     return layout
 
 
 @gluon.jit
-def _places(first, step, WARPS: gl.constexpr, M: gl.constexpr, WORDS: gl.constexpr):
+def _places(first, step, WARPS: gl.constexpr, WORDS: gl.constexpr):
     """Of every entry of `_words_layout`: its chunk, its row of the matrix, its thread, its word."""
-    own: gl.constexpr = _words_layout(WARPS, M, WORDS)
-    chunk = step * WARPS + gl.arange(0, WARPS, layout=_along(own, 0, 5))[:, None, None, None, None]
-    row = gl.arange(0, 8 // M, layout=_along(own, 1, 5))[None, :, None, None, None] * M
-    row += gl.arange(0, M, layout=_along(own, 2, 5))[None, None, :, None, None]
-    thread = gl.arange(0, 4, layout=_along(own, 3, 5))[None, None, None, :, None]
-    word = gl.arange(0, WORDS, layout=_along(own, 4, 5))[None, None, None, None, :]
-    return chunk, first + row, thread, word
+    own: gl.constexpr = _words_layout(WARPS, WORDS)
+    chunk = step * WARPS + gl.arange(0, WARPS, layout=_along(own, 0))[:, None, None, None]
+    row = first + gl.arange(0, 8, layout=_along(own, 1))[None, :, None, None]
+    thread = gl.arange(0, 4, layout=_along(own, 2))[None, None, :, None]
+    return chunk, row, thread, gl.arange(0, WORDS, layout=_along(own, 3))[None, None, None, :]
 
 
 @gluon.constexpr_function
-def _slab(k, width):
-    """Columns that are staged at once: a power of two, and as many as do not lie past the end."""
-    while k % (2 * width) == 0:
+def _slab(k, width, warps):
+    """Columns that are staged at once: a power of two, not past the end, and not too many for a thread's registers."""
+    while k % (2 * width) == 0 and 2 * width <= 512 * warps:
         width *= 2
     return width
 
 
 @gluon.jit
 def _load_words(
-    codes, first, step, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
+    codes, first, step, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
     """16 bytes of each of 8 rows from `first` on, of every warp's chunk."""
     CHUNKS: gl.constexpr = K // 128 if PACKED else K // 64
-    chunk, row, thread, word = _places(first, step, WARPS, M, 4)
+    chunk, row, thread, word = _places(first, step, WARPS, 4)
     if PACKED:
         at = (chunk * COUNT + row) * 16 + thread * 4 + word
     else:
@@ -205,22 +198,22 @@ def _load_words(
 
 @gluon.jit
 def _load_scales(
-    scale, first, step, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr,
+    scale, first, step, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
     WARPS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Of rows and of those 8 further."""
     WIDTH: gl.constexpr = 128 if PACKED else 64
-    chunk, row, thread, word = _places(first, step, WARPS, M, 2)
+    chunk, row, thread, word = _places(first, step, WARPS, 2)
     group, n = chunk * WIDTH // GROUP, row + word * 8 + thread * 0
     if K // WIDTH % WARPS == 0 and N % 16 == 0:
-        return gl.load(scale + group * COUNT + n).to(gl.float32)
-    return gl.load(scale + group * COUNT + n, mask=(group < K // GROUP) & (n < COUNT), other=0.0).to(gl.float32)
+        return gl.load(scale + group * COUNT + n)
+    return gl.load(scale + group * COUNT + n, mask=(group < K // GROUP) & (n < COUNT), other=0.0)
 
 
 @gluon.jit
 def _twice(by, own: gl.constexpr):
     """A scale for each sum of `_product`."""
-    both = gl.join(by, by).reshape([by.shape[0], by.shape[1], by.shape[2], 4, 4])
+    both = gl.join(by, by).reshape([by.shape[0], by.shape[1], 4, 4])
     return gl.convert_layout(both, own, assert_trivial=True)
 
 
@@ -234,8 +227,8 @@ def _columns(start, WIDTH: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def _inputs(x, k, K: gl.constexpr, WHOLE: gl.constexpr):
     if WHOLE:
-        return gl.load(x + k).to(gl.float32)
-    return gl.load(x + k, mask=k < K, other=0.0).to(gl.float32)
+        return gl.load(x + k)
+    return gl.load(x + k, mask=k < K, other=0.0)
 
 
 @gluon.jit
@@ -248,112 +241,160 @@ def _gains(gains, K: gl.constexpr, SLAB: gl.constexpr, WARPS: gl.constexpr, NORM
 
 
 @gluon.jit
-def _stage(
-    x, gains, slabs, eps, offset, M: gl.constexpr, ROW: gl.constexpr,
-    K: gl.constexpr, SLAB: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, NORM: gl.constexpr,
-):  # fmt: skip
-    """A row, normalized if NORM, to shared memory in the order of `_product`: pairs of every other column."""
-    SLABS: gl.constexpr = (K + SLAB - 1) // SLAB
-    WHOLE: gl.constexpr = K % SLAB == 0
-    kind: gl.constexpr = x.dtype.element_ty
-    by = 0.0
-    if NORM > 0:
-        squares = gl.zeros_like(_columns(0, SLAB, WARPS)).to(gl.float32)
-        for slab in gl.static_range(SLABS):
-            h = _inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE)
-            squares += h * h
-        by = gl.rsqrt(gl.sum(squares, 0) / K + eps)
-    for slab in gl.static_range(SLABS):
-        h = _inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE)
-        if NORM > 0:
-            h = h * by
-            if NORM == 1:
-                h = h.to(kind).to(gl.float32)
-            h = h * (gains[slab] + offset)
-        # step, warp, half of a chunk, thread, block, pair of words, high, word
-        h = h.to(kind).reshape([SLAB // WIDTH, WARPS, WIDTH // WARPS // 64, 4, 2, 2, 2, 2])
-        h = h.permute((0, 2, 4, 1, 3, 5, 7, 6)).reshape([SLAB // WARPS // 32, WARPS, 1, 32])
-        slabs.index(slab).slice(ROW, 1, 2).store(h)
+def _power(largest):
+    """A power of two that brings numbers up to `largest` to less than 2^15, and its inverse."""
+    field = 268 - (largest.to(gl.int32, bitcast=True) >> 23)
+    field = gl.minimum(gl.maximum(field, 1), 253)
+    return (field << 23).to(gl.float32, bitcast=True), ((254 - field) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _block(staged, at, M: gl.constexpr, WARPS: gl.constexpr):
-    """Four words of inputs for each thread: of row lane / 4 % M."""
-    own: gl.constexpr = gl.SliceLayout(1, _words_layout(WARPS, M, 4))
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+def _norm_power(gains, offset, K: gl.constexpr, ROOT: gl.constexpr):
+    """As `_power`, for all rows that the norm may give: none of its numbers exceeds the root of K before the gains."""
+    most = gl.abs(gains[0].to(gl.float32) + offset)
+    for slab in gl.static_range(1, len(gains)):
+        most = gl.maximum(most, gl.abs(gains[slab].to(gl.float32) + offset))
+    return _power(gl.max(most, 0) * ROOT)
+
+
+@gluon.jit
+def _stage(
+    x, gains, up, down, slabs, sums, eps, offset, K: gl.constexpr, SLAB: gl.constexpr, WARPS: gl.constexpr,
+    CODING: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
+    """The row, normalized if NORM, to shared memory in the order of `_product`, as float16 times a power of two, whose
+    inverse is returned; and what `_product` has too much of int4, in `sums`."""
+    SLABS: gl.constexpr = (K + SLAB - 1) // SLAB
+    WHOLE: gl.constexpr = K % SLAB == 0
+    HALVES: gl.constexpr = 2 if CODING == 2 or CODING == 3 else 1
+    WIDTH: gl.constexpr = WARPS * HALVES * 64
+    kind: gl.constexpr = x.dtype.element_ty
+    IS_HALF: gl.constexpr = kind != gl.bfloat16
+    first = _inputs(x, _columns(0, SLAB, WARPS), K, WHOLE).to(gl.float32)
+    by = 0.0
+    if NORM > 0:
+        squares = first * first
+        for slab in gl.static_range(1, SLABS):
+            h = _inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE).to(gl.float32)
+            squares += h * h
+        by = gl.rsqrt(gl.sum(squares, 0) / K + eps)
+    else:
+        most = gl.abs(first)
+        for slab in gl.static_range(1, SLABS):
+            most = gl.maximum(most, gl.abs(_inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE).to(gl.float32)))
+        up, down = _power(gl.max(most, 0))
+    for slab in gl.static_range(SLABS):
+        k = _columns(slab * SLAB, SLAB, WARPS)
+        h = _inputs(x, k, K, WHOLE).to(gl.float32)
+        if NORM > 0:
+            h = h * by
+            if NORM == 1:
+                h = _rounded(h, IS_HALF)
+            h = _rounded(h * (gains[slab].to(gl.float32) + offset), IS_HALF)
+        h = h * up
+        if CODING == 2:
+            is_high = k & 64
+            h = gl.where(is_high != 0, h * 0.0625, h)
+            total = gl.sum((h * gl.where(is_high != 0, 1152.0, 1032.0)).reshape([SLAB // 128, 128]), 1)
+            sums.index(slab).store(total.reshape([SLAB // WIDTH, WARPS]))
+        # step, warp, half of a chunk, thread, block, pair of words, and in every four columns: high, word or word, high
+        h = h.to(gl.float16).reshape([SLAB // WIDTH, WARPS, HALVES, 4, 2, 2, 2, 2])
+        if CODING == 0:
+            h = h.permute((0, 2, 4, 1, 3, 5, 6, 7))
+        else:
+            h = h.permute((0, 2, 4, 1, 3, 5, 7, 6))
+        slabs.index(slab).store(h.reshape([SLAB // WARPS // 32, WARPS, 32]))
+    return down
+
+
+@gluon.jit
+def _block(staged, at, WARPS: gl.constexpr):
+    """Four words of inputs for each thread, the same for all rows of the matrix."""
+    own: gl.constexpr = gl.SliceLayout(1, _words_layout(WARPS, 4))
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     BLOCKS: gl.constexpr = staged.shape[0]
-    words = _seen_as(staged, gl.int32, (BLOCKS, WARPS, M, 4, 4), flat)
+    words = _seen_as(staged, gl.int32, (BLOCKS, WARPS, 4, 4), flat)
     return words.index(at).load(own).expand_dims(1)
 
 
 @gluon.jit
-def _times(a, b, x0, x1, x2, x3, TEXT: gl.constexpr, PACKED: gl.constexpr):
+def _times(start, a, b, x0, x1, x2, x3, TEXT: gl.constexpr, PACKED: gl.constexpr):
+    """`start` plus two rows of codes for each thread times the inputs."""
     if PACKED:
         return gl.inline_asm_elementwise(
-            TEXT, _EIGHT, [a, b, x0, x1, x2, x3], dtype=gl.float32, is_pure=True, pack=4
+            TEXT, _EIGHT, [start, a, b, x0, x1, x2, x3], dtype=gl.float32, is_pure=True, pack=4
         )
-    return gl.inline_asm_elementwise(TEXT, _FOUR, [a, b, x0, x1], dtype=gl.float32, is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(TEXT, _FOUR, [start, a, b, x0, x1], dtype=gl.float32, is_pure=True, pack=4)
 
 
 @gluon.jit
 def _load(
-    codes, scale, first, BEGIN: gl.constexpr, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr,
-    GROUP: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, STEPS: gl.constexpr,
-    PACKED: gl.constexpr,
+    codes, scale, first, begin, COUNT_OF: gl.constexpr, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr,
+    GROUP: gl.constexpr, WARPS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of AHEAD steps from BEGIN on."""
+    """Codes and scales of COUNT_OF steps from `begin` on."""
     loaded = ()
-    for step in gl.static_range(AHEAD):
+    for step in gl.static_range(COUNT_OF):
         for tile in gl.static_range(COUNT // N):
-            if BEGIN + step < STEPS:
-                n = first + tile * N
-                loaded = loaded + (_load_words(codes, n, BEGIN + step, N, COUNT, K, M, WARPS, PACKED),)
-                loaded = loaded + (_load_words(codes, n + 8, BEGIN + step, N, COUNT, K, M, WARPS, PACKED),)
-                if GROUP != K:
-                    loaded = loaded + (_load_scales(scale, n, BEGIN + step, N, COUNT, K, GROUP, M, WARPS, PACKED),)
+            n = first + tile * N
+            loaded = loaded + (_load_words(codes, n, begin + step, N, COUNT, K, WARPS, PACKED),)
+            loaded = loaded + (_load_words(codes, n + 8, begin + step, N, COUNT, K, WARPS, PACKED),)
+            if GROUP != K:
+                loaded = loaded + (_load_scales(scale, n, begin + step, N, COUNT, K, GROUP, WARPS, PACKED),)
     return loaded
 
 
 @gluon.jit
 def _step(
-    loaded, acc, acc_up, staged, STEP: gl.constexpr, PLACE: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
-    CODING: gl.constexpr, SUMS: gl.constexpr, GROUPED: gl.constexpr, GATED: gl.constexpr,
+    loaded, acc, acc_up, staged, sums, step, PLACE: gl.constexpr, WARPS: gl.constexpr, CODING: gl.constexpr,
+    GROUPED: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Both sums plus a chunk of every warp."""
-    PACKED: gl.constexpr = CODING >= 2
+    PACKED: gl.constexpr = CODING == 2 or CODING == 3
     BLOCKS: gl.constexpr = 4 if PACKED else 2
-    IS_HALF: gl.constexpr = staged.dtype != gl.bfloat16
-    TEXT: gl.constexpr = _F16[2 * CODING + SUMS] if IS_HALF else _BF16[2 * CODING + SUMS]
-    SUM_TEXT: gl.constexpr = _SUMS[1] if IS_HALF else _SUMS[0]
-    MIDDLE: gl.constexpr = 1032.0 if IS_HALF else 136.0
+    TEXT: gl.constexpr = _TEXTS[CODING]
     EACH: gl.constexpr = 3 if GROUPED else 2
     TILES: gl.constexpr = 2 if GATED else 1
     own: gl.constexpr = acc.type.layout
-    x0 = _block(staged, STEP * BLOCKS, M, WARPS)
-    x1 = _block(staged, STEP * BLOCKS + 1, M, WARPS)
+    x0 = _block(staged, step * BLOCKS, WARPS)
+    x1 = _block(staged, step * BLOCKS + 1, WARPS)
     x2, x3 = x0, x1
     if PACKED:
-        x2 = _block(staged, STEP * BLOCKS + 2, M, WARPS)
-        x3 = _block(staged, STEP * BLOCKS + 3, M, WARPS)
-    less = acc
-    if SUMS:
-        less = MIDDLE * gl.inline_asm_elementwise(
-            SUM_TEXT, _ONLY, [x0, x1, x2, x3], dtype=gl.float32, is_pure=True, pack=4
-        )
+        x2 = _block(staged, step * BLOCKS + 2, WARPS)
+        x3 = _block(staged, step * BLOCKS + 3, WARPS)
+    start = gl.zeros([WARPS, 1, 1, 1], gl.float32, layout=own)
+    if CODING == 2:
+        ALL: gl.constexpr = sums.shape[0] * sums.shape[1]
+        lines = _seen_as(sums, gl.float32, (ALL, WARPS), gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        start = start - lines.index(step).load(_along(own, 0))[:, None, None, None]
     for tile in gl.static_range(TILES):
+        begin = start
+        if not GROUPED:
+            begin = acc if tile == 0 else acc_up
+            if CODING == 2:
+                begin = begin + start
         part = _times(
-            loaded[EACH * (TILES * PLACE + tile)], loaded[EACH * (TILES * PLACE + tile) + 1], x0, x1, x2, x3, TEXT,
-            PACKED,
+            begin, loaded[EACH * (TILES * PLACE + tile)], loaded[EACH * (TILES * PLACE + tile) + 1], x0, x1, x2, x3,
+            TEXT, PACKED,
         )  # fmt: skip
-        if SUMS:
-            part = part - less
         if GROUPED:
-            part = part * _twice(loaded[EACH * (TILES * PLACE + tile) + 2], own)
+            part = part * _twice(loaded[EACH * (TILES * PLACE + tile) + 2].to(gl.float32), own)
+            part = part + (acc if tile == 0 else acc_up)
         if tile == 0:
-            acc += part
+            acc = part
         else:
-            acc_up += part
+            acc_up = part
     return acc, acc_up
+
+
+@gluon.jit
+def _whole(acc, flat: gl.constexpr):
+    """[16] of the sums of all warps: of the rows of the matrix; every column of `acc` is the same."""
+    y = gl.sum(acc, 0)  # [8, 4, 4]: row, pair of columns, (row or that 8 further, column of the pair)
+    one = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, y.type.layout)))[None, :, None] == 0
+    y = gl.sum(gl.where(one, y, 0.0), 1).reshape([8, 2, 2])
+    y, other = gl.split(y)
+    return gl.convert_layout(y.permute((1, 0)).reshape([16]), flat)
 
 
 @gluon.jit
@@ -365,86 +406,95 @@ def _of_rows(values, n, count, INSIDE: gl.constexpr):
 
 @gluon.jit
 def _few_coded_kernel(
-    x, gains, codes, scale, bias, stream, out, x_stride, eps, offset,
-    M: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr,
-    NORM: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr,
-    AHEAD: gl.constexpr, SUMMED: gl.constexpr, EARLY: gl.constexpr,
+    x, gains, codes, scale, bias, stream, out, eps, offset,
+    N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, NORM: gl.constexpr,
+    GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
-    """grid (columns / 16,). out [ROWS, N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows.
-    M: ROWS, rounded up to a power of two."""
+    """grid (columns / 16,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
     kind: gl.constexpr = x.dtype.element_ty
-    own: gl.constexpr = _words_layout(WARPS, M, 4)
-    PACKED: gl.constexpr = CODING >= 2
+    own: gl.constexpr = _words_layout(WARPS, 4)
+    PACKED: gl.constexpr = CODING == 2 or CODING == 3
+    HALVES: gl.constexpr = 2 if PACKED else 1
     COUNT: gl.constexpr = 2 * N if GATED else N
-    SUMS: gl.constexpr = SUMMED and CODING == 2
-    WIDTH: gl.constexpr = WARPS * 128 if PACKED else WARPS * 64
-    SLAB: gl.constexpr = _slab(K, WIDTH)
+    WIDTH: gl.constexpr = WARPS * HALVES * 64
+    SLAB: gl.constexpr = _slab(K, WIDTH, WARPS)
     SLABS: gl.constexpr = (K + SLAB - 1) // SLAB
     STEPS: gl.constexpr = SLABS * (SLAB // WIDTH)
     BLOCKS: gl.constexpr = SLAB // (WARPS * 32)
-    ROUNDS: gl.constexpr = (STEPS + AHEAD - 1) // AHEAD
+    LEFT: gl.constexpr = STEPS % AHEAD if STEPS % AHEAD else AHEAD if AHEAD < STEPS else STEPS
     GROUPED: gl.constexpr = GROUP != K
-    first = gl.program_id(0) * 16
-    staged = gl.allocate_shared_memory(
-        kind, [SLABS * BLOCKS, WARPS * M * 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    INSIDE: gl.constexpr = N % 16 == 0
+    staged = gl.allocate_shared_memory(gl.float16, [SLABS * BLOCKS, WARPS * 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slabs = _seen_as(staged, gl.float16, (SLABS, BLOCKS, WARPS, 32), gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    sums = gl.allocate_shared_memory(
+        gl.float32, [SLABS, SLAB // WIDTH, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )  # fmt: skip
-    slabs = _seen_as(staged, kind, (SLABS, BLOCKS, WARPS, M, 32), gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+    first = gl.program_id(0) * 16
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    n = first + gl.arange(0, 16, layout=flat)
     if EARLY:
         gdc_launch_dependents()
-    loaded = _load(codes, scale, first, 0, N, COUNT, K, GROUP, M, WARPS, AHEAD, STEPS, PACKED)
+    loaded = _load(codes, scale, first, 0, LEFT, N, COUNT, K, GROUP, WARPS, PACKED)
     by = _gains(gains, K, SLAB, WARPS, NORM)
+    larger, smaller = 1.0, 1.0
+    if NORM > 0:
+        larger, smaller = _norm_power(by, offset, K, K**0.5)
+    row_by = gl.full([16], 1.0, gl.float32, layout=flat)
+    up_by = row_by
+    if not GROUPED:
+        row_by = _of_rows(scale, n, N, INSIDE)
+        if GATED:
+            up_by = _of_rows(scale + N, n, N, INSIDE)
     if EARLY:
         gdc_wait()
-    for row in gl.static_range(ROWS):
-        _stage(x + row * x_stride, by, slabs, eps, offset, M, row, K, SLAB, WIDTH, WARPS, NORM)
-    acc = gl.zeros([WARPS, 8 // M, M, 4, 4], gl.float32, layout=own)
+    smaller = _stage(x, by, larger, smaller, slabs, sums, eps, offset, K, SLAB, WARPS, CODING, NORM)
+    if CODING == 4:
+        smaller *= 256.0
+    residual = row_by
+    if ADD:
+        residual = _of_rows(stream, n, N, INSIDE)
+    acc = gl.zeros([WARPS, 8, 4, 4], gl.float32, layout=own)
     acc_up = acc
-    for round in gl.static_range(ROUNDS):
-        after = _load(
-            codes, scale, first, (round + 1) * AHEAD, N, COUNT, K, GROUP, M, WARPS, AHEAD, STEPS, PACKED
-        )  # fmt: skip
-        for ahead in gl.static_range(AHEAD):
-            if round * AHEAD + ahead < STEPS:
+    # The first LEFT steps, then AHEAD at a time; those after them are loaded meanwhile.
+    after = loaded
+    if LEFT < STEPS:
+        after = _load(codes, scale, first, LEFT, AHEAD, N, COUNT, K, GROUP, WARPS, PACKED)
+    for place in gl.static_range(LEFT):
+        acc, acc_up = _step(loaded, acc, acc_up, staged, sums, place, place, WARPS, CODING, GROUPED, GATED)
+    if LEFT < STEPS:
+        for step in range(LEFT, STEPS - AHEAD, AHEAD):
+            current = after
+            after = _load(codes, scale, first, step + AHEAD, AHEAD, N, COUNT, K, GROUP, WARPS, PACKED)
+            for place in gl.static_range(AHEAD):
                 acc, acc_up = _step(
-                    loaded, acc, acc_up, staged, round * AHEAD + ahead, ahead, M, WARPS, CODING, SUMS, GROUPED, GATED
+                    current, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED
                 )  # fmt: skip
-        loaded = after
-    sums: gl.constexpr = gl.SliceLayout(0, own)
-    row = gl.arange(0, 8 // M, layout=_along(sums, 0, 4))[:, None, None, None] * M
-    row += gl.arange(0, M, layout=_along(sums, 1, 4))[None, :, None, None]
-    word = gl.arange(0, 4, layout=_along(sums, 3, 4))[None, None, None, :]
-    m = gl.arange(0, 4, layout=_along(sums, 2, 4))[None, None, :, None] * 2 + word % 2
-    n = first + row + word // 2 * 8 + m * 0
-    y = gl.sum(acc, 0)
-    up = y
-    if GATED:
-        up = gl.sum(acc_up, 0)
-    INSIDE: gl.constexpr = N % 16 == 0
-    if not GROUPED:
-        y *= _of_rows(scale, n, N, INSIDE)
-        if GATED:
-            up *= _of_rows(scale + N, n, N, INSIDE)
+        for place in gl.static_range(AHEAD):
+            acc, acc_up = _step(
+                after, acc, acc_up, staged, sums, STEPS - AHEAD + place, place, WARPS, CODING, GROUPED, GATED
+            )  # fmt: skip
+    y = _whole(acc, flat) * smaller * row_by
     if BIAS:
         y += _of_rows(bias, n, N, INSIDE)
-        if GATED:
-            up += _of_rows(bias + N, n, N, INSIDE)
     y = y.to(kind).to(gl.float32)
     if GATED:
+        up = _whole(acc_up, flat) * smaller * up_by
+        if BIAS:
+            up += _of_rows(bias + N, n, N, INSIDE)
         up = up.to(kind).to(gl.float32)
         y = (y / (1.0 + gl.exp(-y))).to(kind).to(gl.float32)
         y = (y * up).to(kind).to(gl.float32)
-    here = (m < ROWS) & (n < N)
     if ADD:
-        y += gl.load(stream + m * N + n, mask=here, other=0.0).to(gl.float32)
-    gl.store(out + m * N + n, y.to(kind), mask=here)
+        y += residual
+    gl.store(out + n, y.to(kind), mask=n < N)
 
 
 def fits(x: Tensor, weight: CodedWeight) -> bool:
     return (
-        0 < x.shape[0] <= MOST_ROWS
+        x.shape[0] == 1
         and x.dtype in DTYPES
         and x.stride(1) == 1
-        and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
         and fits_weight(weight)
     )
@@ -472,29 +522,27 @@ def options_of(config: FewCodedConfig) -> dict[str, int]:
 
 
 def few_coded_linear(
-    x: Tensor,  # [M, K], rows may be apart
+    x: Tensor,  # [1, K]
     weight: CodedWeight,
     bias: Tensor | None = None,
     *,
     norm: NormRule | None = None,
     gated: bool = False,  # silu(gate) * up
-    stream: Tensor | None = None,  # [M, N] contiguous, to be added
+    stream: Tensor | None = None,  # [1, N], to be added
     config: FewCodedConfig | None = None,
     early: bool = False,
 ) -> Tensor:
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
     packed = is_packed(weight.kind)
     config = config or config_of(n, k, packed=packed, gated=gated)
-    warps, ahead, _, summed = config
-    rows = x.shape[0]
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     rule = norm or NormRule(None, 0.0, 0.0, False)
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
-    options = ({"launch_pdl": True} if early else {}) | options_of(config)
     _few_coded_kernel[(-(-n // 16),)](
-        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, x.stride(0),
-        rule.eps, rule.offset, M=1 << (rows - 1).bit_length(), ROWS=rows, N=n, K=k, GROUP=weight.group, CODING=_KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
-        ADD=stream is not None, WARPS=warps, AHEAD=ahead, SUMMED=summed, EARLY=early, num_warps=warps, **options,
+        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, rule.eps, rule.offset,
+        N=n, K=k, GROUP=weight.group, CODING=4 if config.bits and weight.kind == "fp8" else _KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
+        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, EARLY=early, num_warps=config.warps,
+        **({"launch_pdl": True} if early else {}), **options_of(config),
     )  # fmt: skip
     return out
 
@@ -505,7 +553,7 @@ def few_coded_linear(
 def few_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWeight]) -> int:
     codes = [matrix for matrix in matrices if isinstance(matrix, CodedWeight)]
     if codes and dtype in DTYPES and all(map(fits_weight, codes)):
-        return FASTER
+        return 1
     return few.few_rows(width, dtype, matrices)
 
 
