@@ -503,9 +503,7 @@ def test_a_few_rows_of_coded_weights(kind, shape, rows, half):
     }  # fmt: skip
     absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm}
     constants |= {name: None for name, is_absent in absent.items() if is_absent}
-    signature = {
-        param.name: "constexpr" if param.name in constants else kinds[param.name] for param in kernel.params
-    }
+    signature = {param.name: "constexpr" if param.name in constants else kinds[param.name] for param in kernel.params}
     names = list(signature)
     places = {(names.index(name),): value for name, value in constants.items()}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}

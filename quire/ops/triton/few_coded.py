@@ -27,6 +27,7 @@ class FewCodedConfig(NamedTuple):
     warps: int  # that share K
     ahead: int  # chunks of a warp whose codes are loaded at once
     registers: int = 0  # of a thread at most; 0: as many as the compiler takes
+    cached: int = 0  # further chunks of a warp that are brought to the L2 cache at the start
     bits: bool = False
 
 
@@ -132,7 +133,8 @@ def _rounded(x, IS_HALF: gl.constexpr):
     return gl.inline_asm_elementwise(_TO_BF16, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
-# From Triton 3.9 on it has another name.
+# From Triton 3.9 on they have other names.
+_synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
@@ -179,6 +181,13 @@ def _slab(k, width, warps):
     return width
 
 
+@gluon.constexpr_function
+def _divisor(steps, most):
+    while steps % most:
+        most -= 1
+    return most
+
+
 @gluon.jit
 def _load_words(
     codes, first, step, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr,
@@ -194,6 +203,24 @@ def _load_words(
     if CHUNKS % WARPS == 0 and N % 16 == 0:
         return gl.load(codes + at)
     return gl.load(codes + at, mask=(chunk < CHUNKS) & (row < COUNT), other=0)
+
+
+_FETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def _cache(
+    codes, first, step, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """Bring what `_load_words` loads of 16 rows to the L2 cache: 32 bytes a thread."""
+    chunk, row, thread, word = _places(first, step, WARPS, 1)
+    row += thread // 2 * 8
+    if PACKED:
+        at = (chunk * COUNT + row) * 16 + thread % 2 * 8 + word
+    else:
+        at = row * (K // 4) + chunk * 16 + thread % 2 * 8 + word
+    gl.inline_asm_elementwise(_FETCH, "=r,l", [(codes + at).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -278,6 +305,8 @@ def _stage(
             h = _inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE).to(gl.float32)
             squares += h * h
         by = gl.rsqrt(gl.sum(squares, 0) / K + eps)
+        if not IS_HALF:
+            by *= up  # a power of two changes no rounding, unless the range ends
     else:
         most = gl.abs(first)
         for slab in gl.static_range(1, SLABS):
@@ -291,12 +320,16 @@ def _stage(
             if NORM == 1:
                 h = _rounded(h, IS_HALF)
             h = _rounded(h * (gains[slab].to(gl.float32) + offset), IS_HALF)
-        h = h * up
+        if NORM == 0 or IS_HALF:
+            h = h * up
         if CODING == 2:
-            is_high = k & 64
-            h = gl.where(is_high != 0, h * 0.0625, h)
-            total = gl.sum((h * gl.where(is_high != 0, 1152.0, 1032.0)).reshape([SLAB // 128, 128]), 1)
-            sums.index(slab).store(total.reshape([SLAB // WIDTH, WARPS]))
+            halves = h.reshape([SLAB // 64, 64])
+            is_high = gl.arange(0, SLAB // 64, layout=gl.SliceLayout(1, halves.type.layout)) % 2 == 1
+            halves = halves * gl.where(is_high, 0.0625, 1.0)[:, None]
+            total = gl.sum(halves, 1) * gl.where(is_high, 1152.0, 1032.0)
+            total = gl.sum(total.reshape([SLAB // 128, 2]), 1).reshape([SLAB // WIDTH, WARPS])
+            sums.index(slab).store(total)
+            h = halves
         # step, warp, half of a chunk, thread, block, pair of words, and in every four columns: high, word or word, high
         h = h.to(gl.float16).reshape([SLAB // WIDTH, WARPS, HALVES, 4, 2, 2, 2, 2])
         if CODING == 0:
@@ -329,18 +362,17 @@ def _times(start, a, b, x0, x1, x2, x3, TEXT: gl.constexpr, PACKED: gl.constexpr
 
 @gluon.jit
 def _load(
-    codes, scale, first, begin, COUNT_OF: gl.constexpr, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr,
-    GROUP: gl.constexpr, WARPS: gl.constexpr, PACKED: gl.constexpr,
+    codes, scale, first, step, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    WARPS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of COUNT_OF steps from `begin` on."""
+    """Codes and scales of a step."""
     loaded = ()
-    for step in gl.static_range(COUNT_OF):
-        for tile in gl.static_range(COUNT // N):
-            n = first + tile * N
-            loaded = loaded + (_load_words(codes, n, begin + step, N, COUNT, K, WARPS, PACKED),)
-            loaded = loaded + (_load_words(codes, n + 8, begin + step, N, COUNT, K, WARPS, PACKED),)
-            if GROUP != K:
-                loaded = loaded + (_load_scales(scale, n, begin + step, N, COUNT, K, GROUP, WARPS, PACKED),)
+    for tile in gl.static_range(COUNT // N):
+        n = first + tile * N
+        loaded = loaded + (_load_words(codes, n, step, N, COUNT, K, WARPS, PACKED),)
+        loaded = loaded + (_load_words(codes, n + 8, step, N, COUNT, K, WARPS, PACKED),)
+        if GROUP != K:
+            loaded = loaded + (_load_scales(scale, n, step, N, COUNT, K, GROUP, WARPS, PACKED),)
     return loaded
 
 
@@ -409,7 +441,7 @@ def _few_coded_kernel(
     x, gains, codes, scale, bias, stream, out, eps, offset,
     N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, NORM: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
+    CACHED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """grid (columns / 16,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
     kind: gl.constexpr = x.dtype.element_ty
@@ -422,7 +454,7 @@ def _few_coded_kernel(
     SLABS: gl.constexpr = (K + SLAB - 1) // SLAB
     STEPS: gl.constexpr = SLABS * (SLAB // WIDTH)
     BLOCKS: gl.constexpr = SLAB // (WARPS * 32)
-    LEFT: gl.constexpr = STEPS % AHEAD if STEPS % AHEAD else AHEAD if AHEAD < STEPS else STEPS
+    LOADED: gl.constexpr = _divisor(STEPS, AHEAD)
     GROUPED: gl.constexpr = GROUP != K
     INSIDE: gl.constexpr = N % 16 == 0
     staged = gl.allocate_shared_memory(gl.float16, [SLABS * BLOCKS, WARPS * 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -435,7 +467,13 @@ def _few_coded_kernel(
     n = first + gl.arange(0, 16, layout=flat)
     if EARLY:
         gdc_launch_dependents()
-    loaded = _load(codes, scale, first, 0, LEFT, N, COUNT, K, GROUP, WARPS, PACKED)
+    loaded = ()
+    for place in gl.static_range(LOADED):
+        loaded = loaded + _load(codes, scale, first, place, N, COUNT, K, GROUP, WARPS, PACKED)
+    if INSIDE and K % WIDTH == 0:
+        for step in gl.static_range(LOADED, LOADED + CACHED if LOADED + CACHED < STEPS else STEPS):
+            for tile in gl.static_range(COUNT // N):
+                _cache(codes, first + tile * N, step, N, COUNT, K, WARPS, PACKED)
     by = _gains(gains, K, SLAB, WARPS, NORM)
     larger, smaller = 1.0, 1.0
     if NORM > 0:
@@ -454,26 +492,19 @@ def _few_coded_kernel(
     residual = row_by
     if ADD:
         residual = _of_rows(stream, n, N, INSIDE)
+    _synchronize()  # the compiler would do so in every turn of the loop
     acc = gl.zeros([WARPS, 8, 4, 4], gl.float32, layout=own)
     acc_up = acc
-    # The first LEFT steps, then AHEAD at a time; those after them are loaded meanwhile.
-    after = loaded
-    if LEFT < STEPS:
-        after = _load(codes, scale, first, LEFT, AHEAD, N, COUNT, K, GROUP, WARPS, PACKED)
-    for place in gl.static_range(LEFT):
-        acc, acc_up = _step(loaded, acc, acc_up, staged, sums, place, place, WARPS, CODING, GROUPED, GATED)
-    if LEFT < STEPS:
-        for step in range(LEFT, STEPS - AHEAD, AHEAD):
-            current = after
-            after = _load(codes, scale, first, step + AHEAD, AHEAD, N, COUNT, K, GROUP, WARPS, PACKED)
-            for place in gl.static_range(AHEAD):
-                acc, acc_up = _step(
-                    current, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED
-                )  # fmt: skip
-        for place in gl.static_range(AHEAD):
-            acc, acc_up = _step(
-                after, acc, acc_up, staged, sums, STEPS - AHEAD + place, place, WARPS, CODING, GROUPED, GATED
-            )  # fmt: skip
+    for step in range(0, STEPS - LOADED, LOADED):
+        after = ()
+        for place in gl.static_range(LOADED):
+            acc, acc_up = _step(loaded, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED)
+            after = after + _load(codes, scale, first, step + place + LOADED, N, COUNT, K, GROUP, WARPS, PACKED)
+        loaded = after
+    for place in gl.static_range(LOADED):
+        acc, acc_up = _step(
+            loaded, acc, acc_up, staged, sums, STEPS - LOADED + place, place, WARPS, CODING, GROUPED, GATED
+        )  # fmt: skip
     y = _whole(acc, flat) * smaller * row_by
     if BIAS:
         y += _of_rows(bias, n, N, INSIDE)
@@ -491,13 +522,7 @@ def _few_coded_kernel(
 
 
 def fits(x: Tensor, weight: CodedWeight) -> bool:
-    return (
-        x.shape[0] == 1
-        and x.dtype in DTYPES
-        and x.stride(1) == 1
-        and x.data_ptr() % 16 == 0
-        and fits_weight(weight)
-    )
+    return x.shape[0] == 1 and x.dtype in DTYPES and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and fits_weight(weight)
 
 
 def fits_weight(weight: CodedWeight) -> bool:
@@ -541,7 +566,7 @@ def few_coded_linear(
     _few_coded_kernel[(-(-n // 16),)](
         x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, rule.eps, rule.offset,
         N=n, K=k, GROUP=weight.group, CODING=4 if config.bits and weight.kind == "fp8" else _KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
-        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, EARLY=early, num_warps=config.warps,
+        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, CACHED=config.cached, EARLY=early, num_warps=config.warps,
         **({"launch_pdl": True} if early else {}), **options_of(config),
     )  # fmt: skip
     return out
