@@ -112,7 +112,7 @@ def test_what_does_not_fit_goes_another_way():
         x = cases.normal(rows, weight.width, seed=1, dtype=torch.bfloat16, device="cuda")
         assert not skinny_coded.fits(x, weight)
         assert (skinny.part_rows(1024, torch.bfloat16, [weight]) > 0) == (made.width == 256 and made.rows == 96)
-        error = 4e-2 if made.rounds else 1e-2  # where inputs are rounded to 8 bits
+        error = 4e-2 if made.rounds else 2e-2  # where inputs are rounded to 8 bits
         cases.check(forms.linear_parts(x, weight, None).whole(), coded_linear.reference(x, weight), error)
 
 
