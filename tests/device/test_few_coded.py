@@ -1,10 +1,11 @@
-"""Codes times a few rows, fused with the ops around them: against their references, and in a chain of early launches."""
+"""Codes times one row, fused with the ops around them: against their references, and in a chain of early launches."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from quire.ops.act import GATED
 from quire.ops.few import NormRule, linear_add, norm_linear
 from tests import coded_cases as cases
 
@@ -41,6 +42,22 @@ def test_rows_of_many_chunks(made):
     """Every warp has several, and loads some of them ahead."""
     weight = cases.weight_of(made, "cuda")
     cases.check_few_forms(few_coded, cases.normal(1, weight.width, dtype=torch.bfloat16, device="cuda"), weight)
+
+
+@pytest.mark.parametrize("warps", [4, 8, 16])
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_every_number_of_warps(kind, warps):
+    """What is chosen depends on the shape; results do not but for the order of sums."""
+    weight = cases.weight_of(cases.Made(kind, 96, 3072, 3072 if kind == "fp8" else 128), "cuda")
+    x = cases.normal(1, 3072, dtype=torch.bfloat16, device="cuda")
+    stream = cases.normal(1, 96, seed=2, dtype=torch.bfloat16, device="cuda")
+    rule = NormRule(cases.normal(3072, seed=3, dtype=torch.bfloat16, device="cuda"), 1e-6, 0.0, False)
+    for ahead in (1, 3, 8):
+        given = {"config": few_coded.FewCodedConfig(warps, ahead, 128), "early": ahead == 1}
+        found = few_coded.few_coded_linear(x, weight, stream=stream, **given)
+        cases.check(found, linear_add(x, weight, None, stream), 1e-2)
+        found = few_coded.few_coded_linear(x, weight, norm=rule, gated=True, **given)
+        cases.check(found, norm_linear(x, rule, weight, None, GATED["silu"].reference), 1e-2)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 3e4, 1e30])

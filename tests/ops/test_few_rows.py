@@ -144,9 +144,10 @@ def test_inputs_are_rounded_where_they_are_made(name, form):
         return TOKENS + 1 if all(matrix.rounds for matrix in matrices) else 0
 
     with (
-        replaced(few_rows, "cpu", lambda width, dtype, matrices: 1 if not matrices else 0), replaced(rounded_rows, "cpu", least),
+        replaced(few_rows, "cpu", lambda width, dtype, matrices: 0 if matrices else 1),
+        replaced(rounded_rows, "cpu", least),
         replaced(coded_linear, "cpu", separately),
-    ):  # fmt: skip
+    ):
         model = coded(name, form, bias=True)
         found = {rows: forward(model, rows) for rows in (TOKENS, TOKENS + 1, 4 * TOKENS)}
         assert seen == [4] * len(model.layers)

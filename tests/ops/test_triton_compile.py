@@ -499,7 +499,7 @@ def test_one_row_of_coded_weights(kind, shape, half):
     constants = {
         "N": n, "K": k, "GROUP": 128 if packed else k, "CODING": few_coded._KINDS[kind], "NORM": 1 if with_norm else 0,
         "GATED": gated, "BIAS": shape == "odd", "ADD": not with_norm, "WARPS": config.warps, "AHEAD": config.ahead,
-        "CACHED": config.cached, "EARLY": True,
+        "EARLY": True,
     }  # fmt: skip
     absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm}
     constants |= {name: None for name, is_absent in absent.items() if is_absent}
@@ -507,7 +507,7 @@ def test_one_row_of_coded_weights(kind, shape, half):
     names = list(signature)
     places = {(names.index(name),): value for name, value in constants.items()}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
-    options = {"num_warps": config.warps, "launch_pdl": True} | few_coded.options_of(config)
+    options = {"num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": True}
     made = triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
     text = made.asm["ptx"]
     before, after = text.split("griddepcontrol.wait")
