@@ -1,10 +1,10 @@
 """Matmuls of one row with a matrix of 4- or 8-bit codes on Hopper, fused with the ops around them: few.py for codes.
 
 A program has 16 rows of the matrix, or 16 of a gate and the 16 beside them; its warps share K in chunks, 64 bytes of
-every row. Codes go from memory straight to registers, 16 bytes a thread, become float16 there and are the left operand of
-`mma`; the right one is the input row in all columns, which some instruction has to fill. Both have K in the order in
-which the bytes of a word are widened. The row, normalized where a norm comes first, is staged in shared memory as
-float16 times a power of two: exact for bfloat16 down to 2^-29 of its largest number.
+every row. Codes go from memory straight to registers, 16 bytes a thread, become float16 there and are the left operand
+of `mma`; the right one is the input row in all columns, since there is only one. Both have K in the order in which the
+bytes of a word are widened. The row, normalized where a norm comes first, is staged in shared memory as float16 times
+a power of two: exact for bfloat16 down to 2^-29 of its largest number.
 
 Codes of int4 are multiplied as 1024 + code and 1024 + 16 code, the bits of which are one instruction away; what that
 adds to a chunk's sum is what the sum starts with, negative.
