@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -86,24 +87,36 @@ def case(
 
 
 def check_few(name: str, rows: int, device: str, dtype: torch.dtype, *, early: bool = False) -> None:
-    """Codes in the matmuls of ops/few.py: with a norm before and an activation or an addition after them."""
-    from quire.ops.triton import act, few  # these cases are read without Triton too
+    """Codes in the matmuls of ops/few.py, by the kernel that also reads plain matrices."""
+    from quire.ops.triton import few  # these cases are read without Triton too
 
     weight = weight_of(WEIGHTS[name], device)
-    x, gains = (normal(n, weight.width, seed=n, dtype=dtype, device=device) for n in (rows, 1))
+    check_few_forms(few, normal(rows, weight.width, seed=rows, dtype=dtype, device=device), weight, early=early)
+
+
+def check_few_forms(forms: ModuleType, x: Tensor, weight: CodedWeight, *, early: bool = False) -> None:
+    """Every use of `norm_linear` and `linear_add`: norms before, an activation or an addition after the matmul."""
+    from quire.ops.triton import act  # as above
+
+    rows, dtype, device = x.shape[0], x.dtype, str(x.device)
+    gains = normal(weight.width, seed=1, dtype=dtype, device=device)
     bias, stream = (normal(n, weight.rows, seed=n, dtype=dtype, device=device) for n in (1, rows))
-    bias, rule = bias[0], NormRule(gains[0], 1e-6, 0.0, False)
+    bias, rule, wide = bias[0], NormRule(gains, 1e-6, 0.0, False), NormRule(gains, 1e-6, 1.0, True)
     silu, plain = act.gated_form(act.SILU), GATED["silu"].reference
     known = {"codes": {silu: act.SILU}, "early": early}
     for right in (weight, *wrong_ones(weight)):
         is_right = right is weight
-        with nullcontext() if is_right else pytest.raises(AssertionError):
-            check(few.norm_linear(x, rule, right, bias, **known), norm_linear(x, rule, weight, bias), 1e-2)
-        with nullcontext() if is_right else pytest.raises(AssertionError):
-            check(few.linear_add(x, right, None, stream, early=early), linear_add(x, weight, None, stream), 1e-2)
-        with nullcontext() if is_right else pytest.raises(AssertionError):
-            found = few.norm_linear(x, rule, right, None, silu, **known)
-            check(found, norm_linear(x, rule, weight, None, plain), 1e-2)
+        for norm in (rule, wide):
+            with nullcontext() if is_right else pytest.raises(AssertionError):
+                check(forms.norm_linear(x, norm, right, bias, **known), norm_linear(x, norm, weight, bias), 1e-2)
+        for added in (None, bias):
+            with nullcontext() if is_right else pytest.raises(AssertionError):
+                found = forms.linear_add(x, right, added, stream, early=early)
+                check(found, linear_add(x, weight, added, stream), 1e-2)
+        for given in (silu, plain):  # fused, and not
+            with nullcontext() if is_right else pytest.raises(AssertionError):
+                found = forms.norm_linear(x, rule, right, bias, given, **known)
+                check(found, norm_linear(x, rule, weight, bias, plain), 1e-2)
 
 
 def check_rounded(width: int, dtype: torch.dtype, code: RowCode, device: str, *, exact: bool) -> None:

@@ -30,7 +30,7 @@ from quire.models.arch import Arch, Layer
 from quire.models.stage import PipelineStage
 from quire.ops.act import PLAIN
 from quire.ops.blocks import BlockParts, Weights
-from quire.ops.coded import CodedWeight, is_simple
+from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, added_rows, few_rows, linear_add, linear_parts, norm_linear, part_rows
 from quire.ops.lora import LowRank
 from quire.ops.parts import Delta, whole
@@ -77,8 +77,7 @@ class DecoderBlock(nn.Module):
         if self.in_parts is not None and batch.only_adapters and x.shape[0] <= self.in_parts.adapter_rows:
             return self.in_parts(x, delta, batch, rotary)
         if self.few is not None and self.in_parts is not None and not batch.through_linears:
-            is_few = delta is None and x.shape[0] <= self.few.rows and self.few.is_open
-            if is_few and not self.in_parts.takes_codes:
+            if delta is None and x.shape[0] <= self.few.rows:
                 return self.few(x, batch, rotary), None
             if x.shape[0] <= self.in_parts.rows:
                 return self.in_parts(x, delta, batch, rotary)
@@ -101,7 +100,7 @@ class Few:
     def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], rules: tuple[NormRule, NormRule],
                  storage: Storage) -> None:  # fmt: skip
         self.attn, self.mlp, self.norms, self.rules = attn, mlp, norms, rules
-        self.rows = storage.of(few_rows)(attn.qkv.in_size, storage.dtype)
+        self._few_rows, self._dtype = storage.of(few_rows), storage.dtype
         self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
 
     @classmethod
@@ -117,8 +116,9 @@ class Few:
         may_be_few = attn.qkv.may_be_few and attn.o.may_be_few
         if rules[0] is None or rules[1] is None or not may_be_few:
             return None
-        few = cls(attn, mlp, (norms[0], norms[1]), (rules[0], rules[1]), storage)
-        return few if few.rows else None
+        if not storage.of(few_rows)(attn.qkv.in_size, storage.dtype, ()):
+            return None
+        return cls(attn, mlp, (norms[0], norms[1]), (rules[0], rules[1]), storage)
 
     def matrices(self) -> list[Tensor | CodedWeight] | None:
         """Those of the block as loaded, experts excepted; None: one is not such as ops of ops/few.py read."""
@@ -126,11 +126,11 @@ class Few:
         return None if qkv is None or o is None or others is None else [qkv[0], o[0], *others]
 
     @cached_property
-    def is_open(self) -> bool:
-        """Whether these ops read all matrices: known when the first step runs. Weights that replace them later are
+    def rows(self) -> int:
+        """Up to how many rows it is the faster one: known when the first step runs. Weights that replace them later are
         stored in the same form."""
         matrices = self.matrices()
-        return matrices is not None and all(isinstance(m, Tensor) or is_simple(m) for m in matrices)
+        return 0 if matrices is None else self._few_rows(self.attn.qkv.in_size, self._dtype, matrices)
 
     def __call__(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
         attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
@@ -141,8 +141,7 @@ class Few:
 
 
 class InParts:
-    """A block's path for some more rows, or for codes that `Few` does not read: partial sums of matmuls are added up by
-    their consumers (see ops/few.py)."""
+    """A block's path for some more rows: partial sums of matmuls are added up by their consumers (see ops/few.py)."""
 
     def __init__(self, few: Few, storage: Storage) -> None:
         self.few, self.attn, self.mlp, self.norms = few, few.attn, few.mlp, few.norms
@@ -163,11 +162,6 @@ class InParts:
         if matrices is None or len(lows) < len(matrices):
             return 0
         return min(self.rows, self._added_rows(list(zip(matrices, lows, strict=True))))
-
-    @cached_property
-    def takes_codes(self) -> bool:
-        """Whether it reads codes, which it does faster than `Few` even for one row."""
-        return self.rows > 0 and any(isinstance(matrix, CodedWeight) for matrix in self.few.matrices() or ())
 
     def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()

@@ -3,10 +3,11 @@
 Each op is a sequence of plain ops with the same results. A device that has a form of `few_rows` or of
 `part_rows` says up to how many rows its forms are faster; if that is 0, layers call the plain ops.
 
-    few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it; the matrix of the
-                 first two may be codes with one scale for each row (`is_simple` of ops/coded.py)
+    few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it
     part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`; of
-                 which codes, `part_rows` says, and of which adapters they add, `added_rows`
+                 which adapters they add, `added_rows` says
+
+Which codes they read, `few_rows` and `part_rows` say.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class NormRule(NamedTuple):
 
 
 @op
-def few_rows(width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows the ops below are faster, in a model of this width."""
+def few_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWeight]) -> int:
+    """Up to how many rows the ops below are faster, in a block of this width that has these matrices; 0: they cannot
+    read one of them, or are never faster."""
     return 0
 
 

@@ -90,7 +90,7 @@ def test_tiles_of_both_heights():
         x = cases.normal(rows, weight.width, seed=rows, dtype=torch.bfloat16, device="cuda")
         wanted = coded_linear.reference(x, weight)
         for tile, pieces, buffers in itertools.product((64, 128), (1, 3), (2, 4)):
-            if (tile, pieces, buffers) == (128, 3, 4):
+            if rows > 32 and (pieces, buffers) == (3, 4):
                 continue  # more shared memory than a multiprocessor has
             ring = skinny_coded.CodeRing(tile, pieces, buffers, 1)
             found = skinny_coded.linear_parts(x, weight, None, processors=132, ring=ring)
@@ -112,7 +112,8 @@ def test_what_does_not_fit_goes_another_way():
         x = cases.normal(rows, weight.width, seed=1, dtype=torch.bfloat16, device="cuda")
         assert not skinny_coded.fits(x, weight)
         assert (skinny.part_rows(1024, torch.bfloat16, [weight]) > 0) == (made.width == 256 and made.rows == 96)
-        cases.check(forms.linear_parts(x, weight, None).whole(), coded_linear.reference(x, weight), 2e-2)
+        error = 4e-2 if made.rounds else 2e-2  # where inputs are rounded to 8 bits
+        cases.check(forms.linear_parts(x, weight, None).whole(), coded_linear.reference(x, weight), error)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])

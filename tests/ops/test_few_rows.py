@@ -25,7 +25,7 @@ TOKENS = 3
 @pytest.fixture
 def preferred():
     """This device would rather have fused products for up to three rows."""
-    with replaced(few_rows, "cpu", lambda width, dtype: TOKENS):
+    with replaced(few_rows, "cpu", lambda width, dtype, matrices: TOKENS):
         yield
 
 
@@ -69,7 +69,7 @@ def test_more_rows_go_the_usual_way(preferred):
     model = built("LlamaForCausalLM")
 
     class Never:
-        rows, is_open = TOKENS, True
+        rows = TOKENS
 
         def __call__(self, *args):
             raise AssertionError("too many rows for this way")
@@ -93,24 +93,27 @@ def test_a_device_that_prefers_nothing_has_no_such_way():
 @pytest.mark.parametrize("form", ["fp8", "int4"])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 def test_codes_are_read_where_the_device_reads_them(name, form, monkeypatch):
-    """In parts where `part_rows` takes them, else rows with one scale by the way for a few rows, and others by none."""
-    seen, readable = [], True
+    """By the way for a few rows up to as many as `few_rows` says, then in parts up to `part_rows`, then by none."""
+    seen, most = [], {}
 
-    def most(width, dtype, matrices):
-        seen.append([type(matrix) for matrix in matrices])
-        return 2 * TOKENS if readable else 0
+    def answer(op):
+        def rows(width, dtype, matrices):
+            seen.append([type(matrix) for matrix in matrices])
+            return most[op] if matrices else TOKENS  # without matrices: whether the device has such ops
+
+        return rows
 
     calls = []
     for way in ("join", "in_parts"):
         for kind in (Mlp, Moe):
             run = getattr(kind, way)
             monkeypatch.setattr(kind, way, lambda self, *rest, way=way, run=run: calls.append(way) or run(self, *rest))
-    with replaced(few_rows, "cpu", lambda width, dtype: TOKENS), replaced(part_rows, "cpu", most):
-        for readable in (True, False):
+    with replaced(few_rows, "cpu", answer("few")), replaced(part_rows, "cpu", answer("parts")):
+        for few, parts in ((TOKENS, 2 * TOKENS), (TOKENS, 0), (0, 2 * TOKENS), (0, 0)):
+            most |= {"few": few, "parts": parts}
             model = coded(name, form)
             found = {rows: forward(model, rows) for rows in (TOKENS, 2 * TOKENS, 2 * TOKENS + 1)}
-            other = "join" if form == "fp8" else ""
-            ways = ["in_parts" if readable else other, "in_parts" if readable else "", ""]
+            ways = ["join" if few else "in_parts" if parts else "", "in_parts" if parts else "", ""]
             assert calls == [way for way in ways for _ in model.layers if way]
             calls.clear()
             for block in model.layers:
@@ -119,7 +122,8 @@ def test_codes_are_read_where_the_device_reads_them(name, form, monkeypatch):
                 wanted = forward(model, rows)
                 assert wanted.abs().sum() > 0
                 torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
-    assert seen and all(kinds == [CodedWeight] * (2 if "Moe" in name else 4) for kinds in seen)
+    read = [kinds for kinds in seen if kinds]
+    assert read and all(kinds == [CodedWeight] * (2 if "Moe" in name else 4) for kinds in read)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
@@ -140,9 +144,10 @@ def test_inputs_are_rounded_where_they_are_made(name, form):
         return TOKENS + 1 if all(matrix.rounds for matrix in matrices) else 0
 
     with (
-        replaced(few_rows, "cpu", lambda width, dtype: 1), replaced(rounded_rows, "cpu", least),
+        replaced(few_rows, "cpu", lambda width, dtype, matrices: 0 if matrices else 1),
+        replaced(rounded_rows, "cpu", least),
         replaced(coded_linear, "cpu", separately),
-    ):  # fmt: skip
+    ):
         model = coded(name, form, bias=True)
         found = {rows: forward(model, rows) for rows in (TOKENS, TOKENS + 1, 4 * TOKENS)}
         assert seen == [4] * len(model.layers)

@@ -505,6 +505,45 @@ def test_codes_times_some_rows(name, rows):
         assert bool(scales) == is_grouped and all(offset % 128 in (0, 32) for offset in scales)
 
 
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("shape", ["qkv", "up", "down", "odd"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
+def test_one_row_of_coded_weights(kind, shape, half):
+    """As above; codes go from memory to registers and stay there, and begin to before the previous kernel ends."""
+    few_coded = pytest.importorskip("quire.ops.triton.few_coded")
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    n, k, gated = {"qkv": (6144, 4096, False), "up": (12288, 4096, True), "down": (4096, 12288, False),
+                   "odd": (100, 640, True)}[shape]  # fmt: skip
+    packed, with_norm = "4" in kind, shape != "down"
+    config = few_coded.config_of(n, k, packed=packed, gated=gated)
+    kernel = few_coded._few_coded_kernel
+    pointer = f"*{half}"
+    kinds = {
+        "x": pointer, "gains": pointer, "codes": "*i32", "scale": "*fp32", "bias": pointer, "stream": pointer,
+        "out": pointer, "eps": "fp32", "offset": "fp32",
+    }  # fmt: skip
+    constants = {
+        "N": n, "K": k, "GROUP": 128 if packed else k, "CODING": few_coded._KINDS[kind], "NORM": 1 if with_norm else 0,
+        "GATED": gated, "BIAS": shape == "odd", "ADD": not with_norm, "WARPS": config.warps, "AHEAD": config.ahead,
+        "EARLY": True,
+    }  # fmt: skip
+    absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm}
+    constants |= {name: None for name, is_absent in absent.items() if is_absent}
+    signature = {param.name: "constexpr" if param.name in constants else kinds[param.name] for param in kernel.params}
+    names = list(signature)
+    places = {(names.index(name),): value for name, value in constants.items()}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
+    options = {"num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": True}
+    made = triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+    text = made.asm["ptx"]
+    before, after = text.split("griddepcontrol.wait")
+    assert "mma.sync" not in before and after.count("mma.sync") >= 4 and ".local" not in text
+    assert len(re.findall(r"ld\.global\.v4", before)) >= 2  # 16 bytes a thread and row
+    loop = after[after.index("mma.sync") : after.rindex("mma.sync")]
+    assert "bar.sync" not in loop and "st.shared" not in loop
+    assert made.metadata.shared <= 50 << 10  # so that several programs share a multiprocessor
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "int4-zeros-between", "fp4"])
 def test_coded_weights(name):
     """Every tile that is chosen, for both dtypes; no local memory, and 8-bit inputs reach their tensor cores."""

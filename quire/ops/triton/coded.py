@@ -9,7 +9,7 @@ of a group, so what is multiplied is exact. Inputs that were rounded to 8 bits a
     up to _SCRATCH        inputs rounded                codes widened, larger tiles
     more                  inputs rounded                decoded to a scratch matrix, multiplied by the library
 
-On Hopper, skinny_coded.py has the matmuls of some rows with codes that it reads.
+On Hopper, few_coded.py has the matmuls of one row, skinny_coded.py those of some rows, with codes that they read.
 
 In batch-invariant mode there is one tile for any number of rows, and inputs are never rounded.
 

@@ -14,7 +14,7 @@ Floor: the bytes of the matrix at 4.3 TB/s, and a launch, about 1.4 us inside a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.coded import CodedWeight
+from quire.ops.coded import CodedWeight, is_simple
 from quire.ops.few import NormRule
 from quire.ops.triton.act import gate_up
 
@@ -261,8 +261,10 @@ def few_router(
 _FEW_ROWS = ((2048, 2), (1 << 30, 1))
 
 
-def few_rows(width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows a block's matmuls use these kernels."""
+def few_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWeight]) -> int:
+    """Up to how many rows a block's matmuls use these kernels: those with numbers, and with codes in rows."""
+    if not all(isinstance(matrix, Tensor) or is_simple(matrix) for matrix in matrices):
+        return 0
     return next(rows for most, rows in _FEW_ROWS if width <= most)
 
 
