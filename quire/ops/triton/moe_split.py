@@ -1,0 +1,288 @@
+"""Grouped matmuls of many rows on Hopper with specialized warps: as `product` in moe_many.py, in Gluon.
+
+A program has two consumers, warp groups that multiply, and a producer, which fills a ring of buffers in shared memory:
+weights and sorted rows by TMA, gathered rows by asynchronous copies. Both consumers use the same tile of weights, each
+with its own rows of the tile. Nothing but the ring holds them together, so one multiplies while the other stores.
+
+    producer ──full──▶ ring of (rows | weights) ──▶ consumer 0: rows 0 .. WM     ──▶ out
+                 ◀─empty─                       ──▶ consumer 1: rows WM .. 2 WM  ──▶ out
+
+A consumer whose rows lie past the end of the expert multiplies nothing. Programs are persistent.
+
+Floor: as in moe_many.py. Needs: 16-bit weights, an inner dimension that is a multiple of 64, Hopper's instructions.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.act import gate_up
+from quire.ops.triton.descriptors import describe, load_tile
+
+BK = gl.constexpr(64)  # of the inner dimension in a buffer: a row of 128 bytes, what the swizzle covers
+_COPIERS = 4  # warps of a producer that gathers rows
+
+
+class SplitConfig(NamedTuple):
+    """`rows` of a consumer; `columns`: rows of weights, with a gate half of them gates."""
+
+    rows: int = 64
+    columns: int = 256
+    buffers: int = 4
+    group: int = 8
+    consumers: int = 2
+    wide: bool = True
+    gather: bool = True
+
+    @property
+    def bm(self) -> int:
+        return self.consumers * self.rows
+
+
+@gluon.jit
+def _place(work, tiles, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
+    """(tile, column): down GROUP tiles, then to the next column."""
+    band, inner = work // (GROUP * COLUMNS), work % (GROUP * COLUMNS)
+    height = gl.minimum(tiles - band * GROUP, GROUP)
+    return band * GROUP + inner % height, inner // height
+
+
+@gluon.jit
+def _next(at, phase, BUFFERS: gl.constexpr):
+    at += 1
+    wrapped = at == BUFFERS
+    return gl.where(wrapped, 0, at), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def _fill_weights(w, row, k, full, to, N: gl.constexpr, BN: gl.constexpr, FIRST: gl.constexpr):
+    if FIRST:
+        HALF: gl.constexpr = BN // 2
+        load_tile(w, [row, k], full, to.slice(0, HALF, 0))
+        load_tile(w, [row + N, k], full, to.slice(HALF, HALF, 0))
+    else:
+        load_tile(w, [row, k], full, to)
+
+
+@gluon.jit
+def _produce(
+    a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
+    EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BUFFERS: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, GATHER: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    WM: gl.constexpr = BM // CONSUMERS
+    RESULTS: gl.constexpr = BN // 2 if FIRST else BN
+    ROWS_OF: gl.constexpr = 2 * N if FIRST else N
+    COLUMNS: gl.constexpr = (N + RESULTS - 1) // RESULTS
+    BYTES: gl.constexpr = BN * BK * 2 if GATHER else (BN + BM) * BK * 2
+    lay: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    tiles = gl.load(end + EXPERTS)
+    at, phase = 0, 1
+    for work in range(gl.program_id(0), tiles * COLUMNS, programs):
+        tile, column = _place(work, tiles, COLUMNS, GROUP)
+        expert, first = gl.load(tile_expert + tile), gl.load(tile_start + tile)
+        row = expert * ROWS_OF + column * RESULTS
+        if GATHER:
+            last = gl.load(end + expert)
+            m = first + gl.arange(0, WM, layout=gl.SliceLayout(1, lay))
+            k = gl.arange(0, BK, layout=gl.SliceLayout(0, lay))
+            from0 = (gl.load(order + m, mask=m < last, other=0) // TOP_K * a_stride)[:, None] + k[None, :]
+            from1 = (gl.load(order + m + WM, mask=m + WM < last, other=0) // TOP_K * a_stride)[:, None] + k[None, :]
+            from2 = from1
+            if CONSUMERS == 3:
+                m += 2 * WM
+                from2 = (gl.load(order + m, mask=m < last, other=0) // TOP_K * a_stride)[:, None] + k[None, :]
+            for start in range(0, K, BK):
+                mbarrier.wait(empty.index(at), phase)
+                mbarrier.expect(full.index(at), BYTES)
+                _fill_weights(w, row, start, full.index(at), weights.index(at), N, BN, FIRST)
+                async_copy.async_copy_global_to_shared(rows.index(at * CONSUMERS), a + start + from0)
+                async_copy.async_copy_global_to_shared(rows.index(at * CONSUMERS + 1), a + start + from1)
+                if CONSUMERS == 3:
+                    async_copy.async_copy_global_to_shared(rows.index(at * CONSUMERS + 2), a + start + from2)
+                async_copy.mbarrier_arrive(full.index(at), increment_count=False)
+                at, phase = _next(at, phase, BUFFERS)
+        else:
+            for start in range(0, K, BK):
+                mbarrier.wait(empty.index(at), phase)
+                mbarrier.expect(full.index(at), BYTES)
+                for which in gl.static_range(CONSUMERS):
+                    load_tile(a, [first + which * WM, start], full.index(at), rows.index(at * CONSUMERS + which))
+                _fill_weights(w, row, start, full.index(at), weights.index(at), N, BN, FIRST)
+                at, phase = _next(at, phase, BUFFERS)
+
+
+@gluon.jit
+def _store(
+    acc, bias, out, order, last, expert, first, column, alpha, limit,
+    N: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, FIRST: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation and store of a consumer's rows. Threads exchange 16-bit results so that each has eight adjacent
+    columns."""
+    WM: gl.constexpr = acc.shape[0]
+    BN: gl.constexpr = acc.shape[1] // 2 if FIRST else acc.shape[1]
+    kind: gl.constexpr = out.dtype.element_ty
+    if FIRST:
+        gate, up = gl.split(gl.permute(gl.reshape(acc, [WM, 2, BN]), [0, 2, 1]))
+        if BIAS:
+            c = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, gate.type.layout))
+            gate += gl.load(bias + expert * 2 * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+            up += gl.load(bias + expert * 2 * N + N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+        result = gate_up(gate, up, alpha, limit, ACT)
+    else:
+        result = acc
+        if BIAS:
+            c = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, acc.type.layout))
+            result += gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+    result = result.to(kind)
+    if WIDE:
+        result = gl.convert_layout(result, _wide(WM, BN))
+    wide: gl.constexpr = result.type.layout
+    m = first + gl.arange(0, WM, layout=gl.SliceLayout(1, wide))
+    n = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, wide))
+    live = m < last
+    target = m if FIRST else gl.load(order + m, mask=live, other=0)
+    at = out + target.to(gl.int64)[:, None] * N + n[None, :]
+    gl.store(at, result, mask=live[:, None] & (n < N)[None, :])
+
+
+@gluon.constexpr_function
+def _wide(rows, columns):
+    """Of a warp group: rows where `wgmma` leaves them, eight adjacent columns in a thread."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]]
+    registers += [[0, c] for c in (32, 64, 128) if c < columns] + [[r, 0] for r in (64,) if r < rows]
+    return gl.DistributedLinearLayout(
+        registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [rows, columns]
+    )
+
+
+@gluon.jit
+def _consume(
+    bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha, limit,
+    WHICH: gl.constexpr, EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr,
+    BIAS: gl.constexpr, WM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
+    FIRST: gl.constexpr, GATHER: gl.constexpr, CONSUMERS: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    RESULTS: gl.constexpr = BN // 2 if FIRST else BN
+    COLUMNS: gl.constexpr = (N + RESULTS - 1) // RESULTS
+    own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    tiles = gl.load(end + EXPERTS)
+    at, phase = 0, 0
+    for work in range(gl.program_id(0), tiles * COLUMNS, programs):
+        tile, column = _place(work, tiles, COLUMNS, GROUP)
+        expert, first = gl.load(tile_expert + tile), gl.load(tile_start + tile) + WHICH * WM
+        last = gl.load(end + expert)
+        if first < last:
+            acc = gl.zeros([WM, BN], gl.float32, layout=own)
+            before = at
+            for start in range(0, K, BK):
+                mbarrier.wait(full.index(at), phase)
+                if GATHER:
+                    fence_async_shared()
+                acc = warpgroup_mma(
+                    rows.index(at * CONSUMERS + WHICH), weights.index(at).permute((1, 0)), acc, is_async=True
+                )
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                mbarrier.arrive(empty.index(before), count=1, pred=start > 0)
+                before = at
+                at, phase = _next(at, phase, BUFFERS)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(before), count=1)
+            _store(acc, bias, out, order, last, expert, first, column, alpha, limit, N, ACT, BIAS, FIRST, WIDE)
+        else:
+            for start in range(0, K, BK):
+                mbarrier.wait(full.index(at), phase)
+                mbarrier.arrive(empty.index(at), count=1)
+                at, phase = _next(at, phase, BUFFERS)
+
+
+@gluon.jit(do_not_specialize=["programs"])
+def _split_kernel(
+    a, w, bias, out, order, tile_expert, tile_start, end, programs, a_stride, alpha, limit,
+    EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr,
+    BIAS: gl.constexpr, FIRST: gl.constexpr, WM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+    GROUP: gl.constexpr, EARLY: gl.constexpr, COPIERS: gl.constexpr, CONSUMERS: gl.constexpr, GATHER: gl.constexpr,
+    WIDE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """grid (programs,). w: a descriptor; a: one too, or with GATHER the tokens themselves."""
+    BM: gl.constexpr = CONSUMERS * WM
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    rows = gl.allocate_shared_memory(w.dtype, [BUFFERS * CONSUMERS, WM, BK], layout)
+    weights = gl.allocate_shared_memory(w.dtype, [BUFFERS, BN, BK], layout)
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(at), count=1 + 32 * COPIERS if GATHER else 1)
+        mbarrier.init(empty.index(at), count=CONSUMERS)
+    fence_async_shared()
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
+                        limit, 0, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
+            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
+                        limit, 1, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
+            (_produce, (a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
+                        EXPERTS, N, K, TOP_K, BM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS)),
+        ], [4, COPIERS], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
+                        limit, 0, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
+            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
+                        limit, 1, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
+            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
+                        limit, 2, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
+            (_produce, (a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
+                        EXPERTS, N, K, TOP_K, BM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS)),
+        ], [4, 4, COPIERS], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+
+
+@cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def product(
+    a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int,
+    *, pairs: int, act: tuple[int, float, float] | None, config: SplitConfig, early: bool = False, regs=None,
+) -> Tensor:  # fmt: skip
+    """As moe_many.product."""
+    order, expert, start, end = tiles
+    code, alpha, limit = act or (0, 0.0, 0.0)
+    first = act is not None
+    experts, rows, k = w.shape
+    n = rows // 2 if first else rows
+    out = torch.empty((pairs, n), dtype=a.dtype, device=a.device)
+    box = config.columns // 2 if first else config.columns
+    weights = describe(w.view(experts * rows, k), (box, BK.value))
+    gather = first and config.gather
+    source = a if gather else describe(a, (config.rows, BK.value))
+    programs = min(expert.shape[0] * -(-n // box), _sms(a.device))
+    copiers = _COPIERS if gather else 1
+    if regs is None:
+        regs = (152, 56) if config.consumers == 3 else ((216, 72) if gather else (232, 40))
+    _split_kernel[(programs,)](
+        source, weights, bias, out, order, expert, start, end, programs, a.stride(0), alpha, limit, EXPERTS=experts,
+        N=n, K=k, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, WM=config.rows, BN=config.columns,
+        BUFFERS=config.buffers, GROUP=config.group, EARLY=early, COPIERS=copiers, CONSUMERS=config.consumers,
+        GATHER=gather, WIDE=config.wide, CONSUMER_REGS=regs[0],
+        PRODUCER_REGS=regs[1], num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
