@@ -49,8 +49,8 @@ def store_scales(scales, scale, row, rows, GROUPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x, delta, factors, weight, bias, out, scales, rows, x_stride, x_head_stride, delta_stride, part_stride, weight_stride, eps,
-    offset,
+    x, delta, weight, bias, out, scales, rows, x_stride, x_head_stride, delta_stride, part_stride, weight_stride, eps,
+    offset, factors,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, LAYER: tl.constexpr, WIDE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     PARTS: tl.constexpr, FACTORS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
@@ -126,9 +126,9 @@ def _launch(
     per_head = weight is not None and weight.ndim == 2
     parts, factors = _parts_of(delta)
     _norm_kernel[(cdiv(tokens * heads, rows),)](
-        x, parts, factors, weight, bias, out, scales, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
+        x, parts, weight, bias, out, scales, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
         *((0, 0) if parts is None else (parts.stride(1), parts.stride(0))), width if per_head else 0, eps, offset,
-        WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer, WIDE=wide or layer,
+        factors, WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer, WIDE=wide or layer,
         WEIGHT=weight is not None, BIAS=bias is not None, PARTS=1 if parts is None else len(parts),
         FACTORS=factors is not None,
         LARGEST=0.0 if code is None else LARGEST[code.dtype], GROUP=(code.group if code else 0) or block, EARLY=early,
