@@ -50,6 +50,7 @@ class AttentionTile(NamedTuple):
     ahead: bool = False  # and multiplies the next tile of keys during the softmax of this one
     tma: bool = False  # and loads full blocks by TMA, if blocks allow it
     max_regs: int | None = None  # per thread, to fit more programs on a multiprocessor
+    has_roles: bool = False  # warps that load and warps that multiply: attention_prompts.py; its lists have no splits
 
 
 class SharedPrefix(NamedTuple):
@@ -544,6 +545,11 @@ def attend(
     num_items, kv_heads, dv, tiles = len(work.items), keys.shape[2], out.shape[2], work.tiles
     if not num_items:
         return
+    if tiles.has_roles:
+        from quire.ops.triton.attention_prompts import attend_prompts  # lazy: Hopper alone, in Gluon
+
+        assert values is not None and not work.partials
+        return attend_prompts(q, keys, values, tables, work.items, out, _factors(rule)[0], early=early)
     stored, shared = keys if values is None else values, work.shared
     rooms = _rooms(space.floats, work, kv_heads, dv)
     if shared is not None and shared.programs:

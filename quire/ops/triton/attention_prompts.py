@@ -1,9 +1,9 @@
 """Attention of prompt chunks on Hopper with specialized warps: as `attend` in attention.py, in Gluon, for plain causal
 scores over a cache of 16 bits, heads of 128 entries and lists without splits.
 
-A program takes one tile of 128 flats after another. Its producer gathers the queries of the next tile and reads keys and
-values by TMA into a ring; two consumers, warp groups, have 64 flats each. Nothing but the ring holds these together, so
-one multiplies while the other takes exponentials.
+A program takes one tile of 128 flats after another. Its producer gathers the queries of the next tile and reads keys
+and values by TMA into a ring; two consumers, warp groups, have 64 flats each. Nothing but the ring holds these
+together, so one multiplies while the other takes exponentials.
 
     producer ──▶ queries, twice  ──▶ consumer 0: flats 0 .. 63
              ──▶ ring of (keys | values) ──▶ consumer 1: flats 64 .. 127
@@ -29,11 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.triton.attention import FIELDS
 from quire.ops.triton.descriptors import described, load_tile
 
+__all__ = ["TensorDescriptor", "attend_prompts"]
 FLATS = gl.constexpr(64)  # of a consumer
 KEYS = gl.constexpr(64)  # of a tile
 SIZE = gl.constexpr(128)  # entries of a head
@@ -127,7 +129,7 @@ def _consume(
     n = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores))
     at, phase, q_at, q_phase = 0, 0, 0, 0
     for work in range(gl.program_id(0), num_work, programs):
-        head, row, start, count, context, flat0 = _item(items, work, kv_heads)
+        head, _row, start, count, context, flat0 = _item(items, work, kv_heads)
         first = flat0 + WHICH * FLATS
         flat = first + gl.arange(0, FLATS, layout=of_scores)
         position = context - count + gl.minimum(flat // GROUP, count - 1)

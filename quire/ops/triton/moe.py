@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -408,7 +408,19 @@ def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: 
     return out
 
 
-Config = MoeTileConfig | moe_many.MoeManyConfig
+class ManyConfig(Protocol):
+    """The tiles of a grouped matmul of another module (moe_many.py, moe_split.py), which it can compute."""
+
+    @property
+    def bm(self) -> int: ...
+
+    def product(
+        self, a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int, *,
+        pairs: int, act: tuple[int, float, float] | None, early: bool,
+    ) -> Tensor: ...  # fmt: skip
+
+
+Config = MoeTileConfig | ManyConfig
 
 
 def configs_of(
@@ -447,10 +459,12 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    in_parts: bool = False, configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
+    in_parts: bool = False, configs: tuple[Config, Config] | None = None,
+    choose: Callable[[int, int], tuple[Config, Config]] = tma_configs_of, fixed: bool = False, early: bool = False,
 ) -> Tensor | PartialSums:  # fmt: skip
     """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `in_parts`:
-    the weighted sum is left to a norm, if there are more than a few tokens. `fixed`: results do not depend on the
+    the weighted sum is left to a norm, if there are more than a few tokens. `choose`: tiles for so many pairs and
+    experts where operands may be read through descriptors; both have one `bm`. `fixed`: results do not depend on the
     number of tokens. `early`: see few.py."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
@@ -465,7 +479,7 @@ def run_experts(
         return moe_few.down(h, weights, index, w2, b2, stream, early=early)
     if configs is None:
         if known is not None and tokens > 1 and moe_many.fits(x, w1, w2):
-            configs = tma_configs_of(pairs, experts)
+            configs = choose(pairs, experts)
         else:
             configs = configs_of(pairs, experts, x.dtype, fixed=fixed)
     first, second = configs
@@ -473,7 +487,7 @@ def run_experts(
     h = _matmul(x, w1, b1, tiles, top_k, first, pairs, True, known, early)
     if known is None:
         h = act(h).contiguous()
-    y = _matmul(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs, False, None, early)
+    y = _matmul(h, w2, b2, tiles, top_k, second, pairs, False, None, early)
     if in_parts and stream is None:
         return PartialSums(y.view(tokens, top_k, -1).transpose(0, 1), y.dtype, weights)
     return combine(y, weights, stream, early=early)
@@ -485,7 +499,7 @@ def _matmul(
 ) -> Tensor:  # fmt: skip
     if isinstance(config, MoeTileConfig):
         return product(a, w, bias, tiles, top_k, config, pairs=pairs, first=first, act=act, early=early)
-    return moe_many.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, config=config, early=early)
+    return config.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, early=early)
 
 
 def fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:

@@ -14,7 +14,8 @@ Floor: as in moe_many.py. Needs: 16-bit weights, an inner dimension that is a mu
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -28,12 +29,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.moe import run_experts as run_experts_op
+from quire.ops.op import Fits, FormTable
+from quire.ops.triton import launch
 from quire.ops.triton.act import gate_up
 from quire.ops.triton.descriptors import describe, load_tile
+from quire.ops.triton.moe import Config, run_experts, tma_configs_of
 
 BK = gl.constexpr(64)  # of the inner dimension in a buffer: a row of 128 bytes, what the swizzle covers
+LEAST_PAIRS = 100  # of an expert, on average, above which these tiles are the faster ones
+MOST_ENTRIES = 16384  # of a token: where it begins has to fit 32 bits
 _COPIERS = 4  # warps of a producer that gathers rows
 
 
@@ -44,13 +52,16 @@ class SplitConfig(NamedTuple):
     columns: int = 256
     buffers: int = 4
     group: int = 8
-    consumers: int = 2
-    wide: bool = True
-    gather: bool = True
 
     @property
     def bm(self) -> int:
-        return self.consumers * self.rows
+        return 2 * self.rows
+
+    def product(
+        self, a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int, *,
+        pairs: int, act: tuple[int, float, float] | None, early: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return product(a, w, bias, tiles, top_k, pairs=pairs, act=act, config=self, early=early)
 
 
 @gluon.jit
@@ -79,85 +90,50 @@ def _fill_weights(w, row, k, full, to, N: gl.constexpr, BN: gl.constexpr, FIRST:
 
 
 @gluon.jit
+def _sources(order, first, last, a_stride, TOP_K: gl.constexpr, WM: gl.constexpr, lay: gl.constexpr):
+    """Where a consumer's rows begin among the tokens; those past the end are the first token's."""
+    m = first + gl.arange(0, WM, layout=gl.SliceLayout(1, lay))
+    token = gl.load(order + m, mask=m < last, other=0) // TOP_K
+    return (token * a_stride)[:, None] + gl.arange(0, BK, layout=gl.SliceLayout(0, lay))[None, :]
+
+
+@gluon.jit
 def _produce(
     a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
-    EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BUFFERS: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, GATHER: gl.constexpr, CONSUMERS: gl.constexpr,
+    EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, WM: gl.constexpr, BN: gl.constexpr,
+    BUFFERS: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    WM: gl.constexpr = BM // CONSUMERS
     RESULTS: gl.constexpr = BN // 2 if FIRST else BN
-    ROWS_OF: gl.constexpr = 2 * N if FIRST else N
     COLUMNS: gl.constexpr = (N + RESULTS - 1) // RESULTS
-    BYTES: gl.constexpr = BN * BK * 2 if GATHER else (BN + BM) * BK * 2
+    WEIGHT_ROWS: gl.constexpr = 2 * N if FIRST else N
+    BYTES: gl.constexpr = (BN if FIRST else BN + 2 * WM) * BK * 2
     lay: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     tiles = gl.load(end + EXPERTS)
     at, phase = 0, 1
     for work in range(gl.program_id(0), tiles * COLUMNS, programs):
         tile, column = _place(work, tiles, COLUMNS, GROUP)
         expert, first = gl.load(tile_expert + tile), gl.load(tile_start + tile)
-        row = expert * ROWS_OF + column * RESULTS
-        if GATHER:
+        row = expert * WEIGHT_ROWS + column * RESULTS
+        if FIRST:
             last = gl.load(end + expert)
-            m = first + gl.arange(0, WM, layout=gl.SliceLayout(1, lay))
-            k = gl.arange(0, BK, layout=gl.SliceLayout(0, lay))
-            from0 = (gl.load(order + m, mask=m < last, other=0) // TOP_K * a_stride)[:, None] + k[None, :]
-            from1 = (gl.load(order + m + WM, mask=m + WM < last, other=0) // TOP_K * a_stride)[:, None] + k[None, :]
-            from2 = from1
-            if CONSUMERS == 3:
-                m += 2 * WM
-                from2 = (gl.load(order + m, mask=m < last, other=0) // TOP_K * a_stride)[:, None] + k[None, :]
+            from0 = _sources(order, first, last, a_stride, TOP_K, WM, lay)
+            from1 = _sources(order, first + WM, last, a_stride, TOP_K, WM, lay)
             for start in range(0, K, BK):
                 mbarrier.wait(empty.index(at), phase)
                 mbarrier.expect(full.index(at), BYTES)
                 _fill_weights(w, row, start, full.index(at), weights.index(at), N, BN, FIRST)
-                async_copy.async_copy_global_to_shared(rows.index(at * CONSUMERS), a + start + from0)
-                async_copy.async_copy_global_to_shared(rows.index(at * CONSUMERS + 1), a + start + from1)
-                if CONSUMERS == 3:
-                    async_copy.async_copy_global_to_shared(rows.index(at * CONSUMERS + 2), a + start + from2)
+                async_copy.async_copy_global_to_shared(rows.index(2 * at), a + start + from0)
+                async_copy.async_copy_global_to_shared(rows.index(2 * at + 1), a + start + from1)
                 async_copy.mbarrier_arrive(full.index(at), increment_count=False)
                 at, phase = _next(at, phase, BUFFERS)
         else:
             for start in range(0, K, BK):
                 mbarrier.wait(empty.index(at), phase)
                 mbarrier.expect(full.index(at), BYTES)
-                for which in gl.static_range(CONSUMERS):
-                    load_tile(a, [first + which * WM, start], full.index(at), rows.index(at * CONSUMERS + which))
+                load_tile(a, [first, start], full.index(at), rows.index(2 * at))
+                load_tile(a, [first + WM, start], full.index(at), rows.index(2 * at + 1))
                 _fill_weights(w, row, start, full.index(at), weights.index(at), N, BN, FIRST)
                 at, phase = _next(at, phase, BUFFERS)
-
-
-@gluon.jit
-def _store(
-    acc, bias, out, order, last, expert, first, column, alpha, limit,
-    N: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, FIRST: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    """Bias, activation and store of a consumer's rows. Threads exchange 16-bit results so that each has eight adjacent
-    columns."""
-    WM: gl.constexpr = acc.shape[0]
-    BN: gl.constexpr = acc.shape[1] // 2 if FIRST else acc.shape[1]
-    kind: gl.constexpr = out.dtype.element_ty
-    if FIRST:
-        gate, up = gl.split(gl.permute(gl.reshape(acc, [WM, 2, BN]), [0, 2, 1]))
-        if BIAS:
-            c = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, gate.type.layout))
-            gate += gl.load(bias + expert * 2 * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
-            up += gl.load(bias + expert * 2 * N + N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
-        result = gate_up(gate, up, alpha, limit, ACT)
-    else:
-        result = acc
-        if BIAS:
-            c = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, acc.type.layout))
-            result += gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
-    result = result.to(kind)
-    if WIDE:
-        result = gl.convert_layout(result, _wide(WM, BN))
-    wide: gl.constexpr = result.type.layout
-    m = first + gl.arange(0, WM, layout=gl.SliceLayout(1, wide))
-    n = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, wide))
-    live = m < last
-    target = m if FIRST else gl.load(order + m, mask=live, other=0)
-    at = out + target.to(gl.int64)[:, None] * N + n[None, :]
-    gl.store(at, result, mask=live[:, None] & (n < N)[None, :])
 
 
 @gluon.constexpr_function
@@ -171,11 +147,42 @@ def _wide(rows, columns):
 
 
 @gluon.jit
+def _store(
+    acc, bias, out, order, last, expert, first, column, alpha, limit,
+    N: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation and store of a consumer's rows. Threads exchange 16-bit results so that each has eight adjacent
+    columns."""
+    WM: gl.constexpr = acc.shape[0]
+    BN: gl.constexpr = acc.shape[1] // 2 if FIRST else acc.shape[1]
+    if FIRST:
+        gate, up = gl.split(gl.permute(gl.reshape(acc, [WM, 2, BN]), [0, 2, 1]))
+        if BIAS:
+            c = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, gate.type.layout))
+            gate += gl.load(bias + expert * 2 * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+            up += gl.load(bias + expert * 2 * N + N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+        result = gate_up(gate, up, alpha, limit, ACT)
+    else:
+        result = acc
+        if BIAS:
+            c = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, acc.type.layout))
+            result += gl.load(bias + expert * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+    wide: gl.constexpr = _wide(WM, BN)
+    result = gl.convert_layout(result.to(out.dtype.element_ty), wide)
+    m = first + gl.arange(0, WM, layout=gl.SliceLayout(1, wide))
+    n = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, wide))
+    live = m < last
+    target = m if FIRST else gl.load(order + m, mask=live, other=0)
+    at = out + target.to(gl.int64)[:, None] * N + n[None, :]
+    gl.store(at, result, mask=live[:, None] & (n < N)[None, :])
+
+
+@gluon.jit
 def _consume(
     bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha, limit,
     WHICH: gl.constexpr, EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr,
     BIAS: gl.constexpr, WM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
-    FIRST: gl.constexpr, GATHER: gl.constexpr, CONSUMERS: gl.constexpr, WIDE: gl.constexpr,
+    FIRST: gl.constexpr,
 ):  # fmt: skip
     RESULTS: gl.constexpr = BN // 2 if FIRST else BN
     COLUMNS: gl.constexpr = (N + RESULTS - 1) // RESULTS
@@ -191,20 +198,19 @@ def _consume(
             before = at
             for start in range(0, K, BK):
                 mbarrier.wait(full.index(at), phase)
-                if GATHER:
+                if FIRST:  # its rows were not written by TMA
                     fence_async_shared()
-                acc = warpgroup_mma(
-                    rows.index(at * CONSUMERS + WHICH), weights.index(at).permute((1, 0)), acc, is_async=True
-                )
+                mine, theirs = rows.index(2 * at + WHICH), weights.index(at).permute((1, 0))
+                acc = warpgroup_mma(mine, theirs, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index(before), count=1, pred=start > 0)
                 before = at
                 at, phase = _next(at, phase, BUFFERS)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(before), count=1)
-            _store(acc, bias, out, order, last, expert, first, column, alpha, limit, N, ACT, BIAS, FIRST, WIDE)
+            _store(acc, bias, out, order, last, expert, first, column, alpha, limit, N, ACT, BIAS, FIRST)
         else:
-            for start in range(0, K, BK):
+            for _start in range(0, K, BK):
                 mbarrier.wait(full.index(at), phase)
                 mbarrier.arrive(empty.index(at), count=1)
                 at, phase = _next(at, phase, BUFFERS)
@@ -215,53 +221,40 @@ def _split_kernel(
     a, w, bias, out, order, tile_expert, tile_start, end, programs, a_stride, alpha, limit,
     EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr,
     BIAS: gl.constexpr, FIRST: gl.constexpr, WM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
-    GROUP: gl.constexpr, EARLY: gl.constexpr, COPIERS: gl.constexpr, CONSUMERS: gl.constexpr, GATHER: gl.constexpr,
-    WIDE: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    GROUP: gl.constexpr, EARLY: gl.constexpr, COPIERS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """grid (programs,). w: a descriptor; a: one too, or with GATHER the tokens themselves."""
-    BM: gl.constexpr = CONSUMERS * WM
+    """grid (programs,). w: a descriptor; a: one too, or with FIRST the tokens themselves."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    rows = gl.allocate_shared_memory(w.dtype, [BUFFERS * CONSUMERS, WM, BK], layout)
+    rows = gl.allocate_shared_memory(w.dtype, [2 * BUFFERS, WM, BK], layout)
     weights = gl.allocate_shared_memory(w.dtype, [BUFFERS, BN, BK], layout)
     full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(BUFFERS):
-        mbarrier.init(full.index(at), count=1 + 32 * COPIERS if GATHER else 1)
-        mbarrier.init(empty.index(at), count=CONSUMERS)
+        mbarrier.init(full.index(at), count=1 + 32 * COPIERS if FIRST else 1)
+        mbarrier.init(empty.index(at), count=2)
     fence_async_shared()
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
-                        limit, 0, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
-            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
-                        limit, 1, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
-            (_produce, (a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
-                        EXPERTS, N, K, TOP_K, BM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS)),
-        ], [4, COPIERS], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
-                        limit, 0, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
-            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
-                        limit, 1, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
-            (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha,
-                        limit, 2, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS, WIDE)),
-            (_produce, (a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
-                        EXPERTS, N, K, TOP_K, BM, BN, BUFFERS, GROUP, FIRST, GATHER, CONSUMERS)),
-        ], [4, 4, COPIERS], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+    gl.warp_specialize([
+        (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha, limit,
+                    0, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST)),
+        (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha, limit,
+                    1, EXPERTS, N, K, ACT, BIAS, WM, BN, BUFFERS, GROUP, FIRST)),
+        (_produce, (a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
+                    EXPERTS, N, K, TOP_K, WM, BN, BUFFERS, GROUP, FIRST)),
+    ], [4, COPIERS], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
 
 
 @cache
 def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def product(
     a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int,
-    *, pairs: int, act: tuple[int, float, float] | None, config: SplitConfig, early: bool = False, regs=None,
+    *, pairs: int, act: tuple[int, float, float] | None, config: SplitConfig, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """As moe_many.product."""
     order, expert, start, end = tiles
@@ -272,17 +265,25 @@ def product(
     out = torch.empty((pairs, n), dtype=a.dtype, device=a.device)
     box = config.columns // 2 if first else config.columns
     weights = describe(w.view(experts * rows, k), (box, BK.value))
-    gather = first and config.gather
-    source = a if gather else describe(a, (config.rows, BK.value))
+    source = a if first else describe(a, (config.rows, BK.value))
     programs = min(expert.shape[0] * -(-n // box), _sms(a.device))
-    copiers = _COPIERS if gather else 1
-    if regs is None:
-        regs = (152, 56) if config.consumers == 3 else ((216, 72) if gather else (232, 40))
+    copiers, registers = (_COPIERS, (216, 72)) if first else (1, (232, 40))
     _split_kernel[(programs,)](
         source, weights, bias, out, order, expert, start, end, programs, a.stride(0), alpha, limit, EXPERTS=experts,
         N=n, K=k, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, WM=config.rows, BN=config.columns,
-        BUFFERS=config.buffers, GROUP=config.group, EARLY=early, COPIERS=copiers, CONSUMERS=config.consumers,
-        GATHER=gather, WIDE=config.wide, CONSUMER_REGS=regs[0],
-        PRODUCER_REGS=regs[1], num_warps=4, **({"launch_pdl": True} if early else {}),
+        BUFFERS=config.buffers, GROUP=config.group, EARLY=early, COPIERS=copiers, CONSUMER_REGS=registers[0],
+        PRODUCER_REGS=registers[1], num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
+
+
+def configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
+    """As tma_configs_of, by what is faster on an H200."""
+    if pairs <= LEAST_PAIRS * experts or pairs * MOST_ENTRIES > 1 << 31:
+        return tma_configs_of(pairs, experts)
+    return SplitConfig(), SplitConfig()
+
+
+def add_forms(table: FormTable, codes: dict[Callable, int], fits: Fits, *, early: bool) -> None:
+    launch.DESCRIPTORS.add(TensorDescriptor)
+    table.form(run_experts_op, fits)(partial(run_experts, codes=codes, choose=configs_of, early=early))

@@ -56,8 +56,8 @@ def _norm_kernel(
     PARTS: tl.constexpr, FACTORS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row r of `x` is head r % HEADS of token r // HEADS; `out` is contiguous. ADD: x += delta first, in place; delta
-    is the sum of PARTS, rounded. FACTORS: each part of a row times its factor. LARGEST: results are codes up to it, with a scale for each GROUP of a row; 0:
-    numbers."""
+    is the sum of PARTS, rounded. FACTORS: each part of a row times its factor. LARGEST: results are codes up to it,
+    with a scale for each GROUP of a row; 0: numbers."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -128,9 +128,9 @@ def _launch(
     _norm_kernel[(cdiv(tokens * heads, rows),)](
         x, parts, weight, bias, out, scales, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
         *((0, 0) if parts is None else (parts.stride(1), parts.stride(0))), width if per_head else 0, eps, offset,
-        factors, WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer, WIDE=wide or layer,
-        WEIGHT=weight is not None, BIAS=bias is not None, PARTS=1 if parts is None else len(parts),
-        FACTORS=factors is not None,
+        factors, WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer,
+        WIDE=wide or layer, WEIGHT=weight is not None, BIAS=bias is not None, FACTORS=factors is not None,
+        PARTS=1 if parts is None else len(parts),
         LARGEST=0.0 if code is None else LARGEST[code.dtype], GROUP=(code.group if code else 0) or block, EARLY=early,
         num_warps=warps or min(16, max(1, block * rows // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
