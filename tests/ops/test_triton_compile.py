@@ -112,7 +112,7 @@ def test_sorting(inline, experts):
     kinds = dict.fromkeys(("index", "counts", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
-        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": moe._CHUNK, "PIECE": moe._PIECE, "TILES": moe._TILE_ROWS,
+        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": moe._CHUNK, "PIECE": moe._PIECE if inline else moe._CHUNK_PIECE, "TILES": moe._TILE_ROWS,
         "INLINE": inline, "EARLY": True,
     }  # fmt: skip
     compiled(moe._sort_kernel, kinds, constants, early=True)

@@ -31,7 +31,7 @@ from quire.ops.triton.act import gate_up
 
 FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
 _CHUNK = 512  # pairs that are counted together
-_PIECE = 16  # pairs that are placed together
+_PIECE, _CHUNK_PIECE = 16, 64  # pairs that are placed together: of all, of a chunk
 _INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
@@ -286,8 +286,8 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
         )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE, TILES=_TILE_ROWS, INLINE=inline, EARLY=early, num_warps=4,
-        **launch,
+        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE if inline else _CHUNK_PIECE, TILES=_TILE_ROWS, INLINE=inline,
+        EARLY=early, num_warps=4 if inline else 8, **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
