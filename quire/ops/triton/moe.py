@@ -31,7 +31,7 @@ from quire.ops.triton.act import gate_up
 
 FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
 _CHUNK = 512  # pairs that are counted together
-_PIECE, _CHUNK_PIECE = 16, 64  # pairs that are placed together: of all, of a chunk
+_PIECE, _CHUNK_PIECE = 16, 32  # pairs that are placed together: of all, of a chunk
 _INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
