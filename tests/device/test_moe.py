@@ -55,6 +55,20 @@ def test_many_tokens(shape, dtype):
     cases.check_experts("cuda", dtype, 3000, experts, top_k, dim, ffn, bias=bias)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 4, 256, 192, False), (8, 2, 512, 384, True)])
+def test_many_tokens_by_warps_with_roles(shape, dtype):
+    experts, top_k, dim, ffn, bias = shape
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper's instructions")
+    from quire.ops.triton.moe_split import SplitConfig, configs_of
+
+    for tokens in (3, 700, 3000):
+        cases.check_many("cuda", dtype, tokens, experts, top_k, dim, ffn, SplitConfig(), SplitConfig(), bias=bias)
+    for early in (False, True):
+        cases.check_experts("cuda", dtype, 3000, experts, top_k, dim, ffn, bias=bias, choose=configs_of, early=early)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_a_few_tokens_by_other_ways(tokens, dtype):

@@ -112,7 +112,8 @@ def test_sorting(inline, experts):
     kinds = dict.fromkeys(("index", "counts", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
-        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": moe._CHUNK, "PIECE": moe._PIECE if inline else moe._CHUNK_PIECE, "TILES": moe._TILE_ROWS,
+        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": moe._CHUNK, "TILES": moe._TILE_ROWS,
+        "PIECE": moe._PIECE if inline else moe._CHUNK_PIECE,
         "INLINE": inline, "EARLY": True,
     }  # fmt: skip
     compiled(moe._sort_kernel, kinds, constants, early=True)
@@ -440,6 +441,63 @@ def test_products_of_some_rows(rows):
             source(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
         )
         assert made.metadata.shared * ring.programs <= 227 << 10  # so many share a multiprocessor
+
+
+def by_roles(kernel, kinds, constants):
+    """The PTX of a Gluon kernel whose warps have roles, which takes a multiprocessor for itself and spills nothing."""
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    signature = {
+        param.name: "constexpr" if param.is_constexpr else kinds.get(param.name, "i32") for param in kernel.params
+    }
+    names = list(signature)
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name in names if str(signature[name])[0] == "*" or name in ("a_stride", "q_token", "q_head")]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    made = triton.compile(
+        source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "launch_pdl": True},
+    )  # fmt: skip
+    assert made.metadata.shared <= 227 << 10
+    text = made.asm["ptx"]
+    assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text and "setmaxnreg" in text
+    assert ".local" not in text
+    return text
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_of_many_tokens_by_roles(bias, half):
+    split = pytest.importorskip("quire.ops.triton.moe_split")
+    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
+    config = split.SplitConfig()
+    for first, n, k in ((True, 768, 2048), (False, 2048, 768)):
+        box = config.columns // 2 if first else config.columns
+        rows = f"*{half}" if first else f"tensordesc<{half}[{config.rows},64],{layout!r}>"
+        kinds = {
+            "a": rows, "w": f"tensordesc<{half}[{box},64],{layout!r}>", "bias": f"*{half}", "out": f"*{half}",
+            "order": WHOLE, "tile_expert": WHOLE, "tile_start": WHOLE, "end": WHOLE, "alpha": "fp32", "limit": "fp32",
+        }  # fmt: skip
+        constants = {
+            "EXPERTS": 128, "N": n, "K": k, "TOP_K": 8, "ACT": 0, "BIAS": bias, "FIRST": first, "WM": config.rows,
+            "BN": config.columns, "BUFFERS": config.buffers, "GROUP": config.group, "EARLY": True,
+            "COPIERS": 4 if first else 1, "CONSUMER_REGS": 216 if first else 232, "PRODUCER_REGS": 72 if first else 40,
+        }  # fmt: skip
+        text = by_roles(split._split_kernel, kinds, constants)
+        assert ("cp.async.cg.shared.global" in text) == first  # gathered, 16 bytes at once
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("group", [1, 5, 8])
+def test_prompts_by_roles(group, half):
+    prompts = pytest.importorskip("quire.ops.triton.attention_prompts")
+    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
+    pages = f"tensordesc<{half}[64,128],{layout!r}>"
+    kinds = {
+        "out": f"*{half}", "q": f"*{half}", "k_pages": pages, "v_pages": pages, "tables": WHOLE, "items": WHOLE,
+        "scale": "fp32",
+    }  # fmt: skip
+    constants = {"GROUP": group, "PAGE": 64, "BUFFERS": prompts._BUFFERS, "EARLY": True}
+    assert "cp.async.cg.shared.global" in by_roles(prompts._prompts_kernel, kinds, constants)
 
 
 @pytest.mark.parametrize("rows", [3, 17, 50, 200])
