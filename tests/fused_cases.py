@@ -167,8 +167,8 @@ def check_sort(device, tokens, top_k, experts, bm, seed=0):
 
 
 def check_experts(
-    device, dtype, tokens, experts, top_k, dim, ffn, *, bias=False, configs=None, choose=moe.tma_configs_of, fixed=False,
-    early=False, seed=0,
+    device, dtype, tokens, experts, top_k, dim, ffn, *, bias=False, configs=None, choose=moe.tma_configs_of,
+    fixed=False, early=False, seed=0,
 ):  # fmt: skip
     """Three activations: one that joins the product, one with numbers of its own, one that runs between products."""
     draw = Draw(seed, device, dtype)
