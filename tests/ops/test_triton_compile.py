@@ -113,7 +113,7 @@ def test_sorting(inline, experts):
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
         "EXPERTS": experts, "BLOCK_E": block, "CHUNK": moe._CHUNK, "TILES": moe._TILE_ROWS,
-        "PIECE": moe._PIECE if inline else moe._CHUNK_PIECE,
+        "PIECE": moe._PIECE if inline else moe._CHUNK_PIECE, "COUNTED": moe._COUNTED,
         "INLINE": inline, "EARLY": True,
     }  # fmt: skip
     compiled(moe._sort_kernel, kinds, constants, early=True)

@@ -33,6 +33,7 @@ FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
 _CHUNK = 512  # pairs that are counted together
 _PIECE, _CHUNK_PIECE = 16, 32  # pairs that are placed together: of all, of a chunk
 _INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
+_COUNTED = 2048  # of these counted together
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
 
@@ -176,13 +177,13 @@ def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit
-def _totals(index, counts, pairs, chunks, chunk, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, INLINE: tl.constexpr):
+def _totals(index, counts, pairs, chunks, chunk, BLOCK_E: tl.constexpr, COUNTED: tl.constexpr, INLINE: tl.constexpr):
     """(pairs of each expert, those of them in the chunks before `chunk`), both [BLOCK_E]. INLINE: not counted yet."""
     total = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
     if INLINE:
-        for c in range(0, chunks):
-            at = c * CHUNK + tl.arange(0, CHUNK)
+        for start in range(0, pairs, COUNTED):
+            at = start + tl.arange(0, COUNTED)
             chosen = tl.load(index + at, mask=at < pairs, other=0).to(tl.int32)
             total += tl.histogram(chosen, BLOCK_E, mask=at < pairs)
     else:
@@ -218,7 +219,7 @@ def _order_chunk(
     index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
 ):
     """Sort the pairs of one chunk, after those of the same experts in previous chunks."""
-    total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
+    total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, 1, False)
     first = tl.cumsum(total, 0) - total + before
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
     for piece in range(begin, end, PIECE):
@@ -232,7 +233,7 @@ def _order_chunk(
 def _sort_kernel(
     index, counts, order, tile_expert, tile_start, end, pairs, chunks, placers, most_tiles, bm,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
-    INLINE: tl.constexpr, EARLY: tl.constexpr,
+    COUNTED: tl.constexpr, INLINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
     of the table."""
@@ -249,7 +250,7 @@ def _sort_kernel(
         else:
             _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
     else:
-        total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
+        total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, COUNTED, INLINE)
         first = tl.cumsum(total, 0) - total
         tiles = (total + bm - 1) // bm
         tile_end = tl.cumsum(tiles, 0)
@@ -286,8 +287,8 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
         )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE if inline else _CHUNK_PIECE, TILES=_TILE_ROWS, INLINE=inline,
-        EARLY=early, num_warps=4 if inline else 8, **launch,
+        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE if inline else _CHUNK_PIECE, TILES=_TILE_ROWS,
+        COUNTED=_COUNTED, INLINE=inline, EARLY=early, num_warps=4 if inline else 8, **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
