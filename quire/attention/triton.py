@@ -16,6 +16,7 @@ Must not know: models, requests, how rows come and go.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -117,7 +118,7 @@ class WorkListKey(NamedTuple):
             and dk == ROLES_SIZE
             and cache.keys.stride(0) % dk == 0
         )
-        roles = ROLES if backend.has_roles and plain and fits else None
+        roles = ROLES if backend.attend_prompts is not None and plain and fits else None
         return cls(group, kv_heads, dv, tiles, backend.library is not None and plain and dk <= 128, roles)
 
 
@@ -504,6 +505,12 @@ class TritonPlan:
             return dense_attention(q, k, v, runs[0], rule.scale)  # the full step
         out = torch.empty((q.shape[0], q.shape[1], call.value), dtype=q.dtype, device=q.device)
         for work in self._works(call):
+            if work.tiles.has_roles:
+                assert self.backend.attend_prompts is not None and cache.values is not None and not work.partials
+                self.backend.attend_prompts(
+                    q, cache.keys, cache.values, self.tables, work.items, out, rule.scale, early=self.backend.early
+                )
+                continue
             floats, counters = workspace_sizes(work, call.kv_heads, call.value)
             static = self.backend.workspace.get(floats, counters, q.device)
             attend(
@@ -536,7 +543,7 @@ class TritonAttention:
         self.early = (
             env.EARLY_LAUNCH.get() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         )
-        self.has_roles = not self.fixed and _has_roles()
+        self.attend_prompts = None if self.fixed else _attend_prompts()
         self.workspace = Workspace()
         self.forms: set[tuple[int, int, int, torch.dtype, torch.device]] = (
             set()
@@ -598,18 +605,17 @@ class TritonAttention:
         return self._tiles[key]
 
 
-def _has_roles() -> bool:
-    """Whether prompts may run in attention_prompts.py, which needs Hopper's instructions and a part of Triton that is
-    experimental."""
+def _attend_prompts() -> Callable[..., None] | None:
+    """Of attention_prompts.py, which needs Hopper's instructions and a part of Triton that is experimental."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return False
+        return None
     try:
         from quire.ops.triton import attention_prompts  # lazy
     except ImportError as wrong:
         _log.warning("prompts use slower attention: %s", wrong)
-        return False
+        return None
     DESCRIPTORS.add(attention_prompts.TensorDescriptor)
-    return True
+    return attention_prompts.attend_prompts
 
 
 def invariant(tiles: TileSet) -> TileSet:

@@ -1,5 +1,5 @@
-"""PartialSums: what a consumer has yet to add up. The partial sums of a split-K matmul, from `linear_parts` (ops/few.py)
-to norms and `prepare_qkv`; the results of a token's experts, from `run_experts` (ops/moe.py) to norms."""
+"""PartialSums: what a consumer has yet to add up. The partial sums of a split-K matmul, from `linear_parts`
+(ops/few.py) to norms and `prepare_qkv`; the results of a token's experts, from `run_experts` (ops/moe.py) to norms."""
 
 from __future__ import annotations
 

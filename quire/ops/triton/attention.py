@@ -545,11 +545,6 @@ def attend(
     num_items, kv_heads, dv, tiles = len(work.items), keys.shape[2], out.shape[2], work.tiles
     if not num_items:
         return
-    if tiles.has_roles:
-        from quire.ops.triton.attention_prompts import attend_prompts  # lazy: Hopper alone, in Gluon
-
-        assert values is not None and not work.partials
-        return attend_prompts(q, keys, values, tables, work.items, out, _factors(rule)[0], early=early)
     stored, shared = keys if values is None else values, work.shared
     rooms = _rooms(space.floats, work, kv_heads, dv)
     if shared is not None and shared.programs:

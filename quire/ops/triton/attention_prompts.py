@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.triton.attention import FIELDS
+from quire.ops.triton.attention import FIELDS, LOG2E
 from quire.ops.triton.descriptors import described, load_tile
 
 __all__ = ["TensorDescriptor", "attend_prompts"]
@@ -218,7 +218,7 @@ def _sms(device: torch.device) -> int:
 def attend_prompts(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, items: Tensor, out: Tensor, scale: float, *, early: bool
 ) -> None:
-    """As attention.attend, for items of 128 flats that are not split. `scale` is times log2 e."""
+    """As attention.attend, for items of 128 flats that are not split."""
     (blocks, page, kv_heads, size), stride = keys.shape, keys.stride(0)
     shape = ((blocks - 1) * (stride // size) + kv_heads * page, size)
     k_pages, v_pages = (
@@ -228,6 +228,6 @@ def attend_prompts(
     programs = min(num_work, _sms(q.device))
     _prompts_kernel[(programs,)](
         out, q, k_pages, v_pages, tables, items, num_work, kv_heads, programs, q.stride(0), q.stride(1),
-        stride // size, tables.stride(0), scale, GROUP=q.shape[1] // kv_heads, PAGE=page, BUFFERS=_BUFFERS,
-        EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+        stride // size, tables.stride(0), scale * LOG2E.value, GROUP=q.shape[1] // kv_heads, PAGE=page,
+        BUFFERS=_BUFFERS, EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
