@@ -58,12 +58,14 @@ def test_many_tokens(shape, dtype):
 def test_many_tokens_by_warps_with_roles():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper's instructions")
-    from quire.ops.triton.moe_split import SplitConfig, configs_of
+    from quire.ops.triton.moe_hopper import configs_of
+    from quire.ops.triton.moe_split import SplitConfig
+    from quire.ops.triton.moe_stream import StreamConfig
 
-    split = SplitConfig()
-    for tokens in (3, 700, 3000):
-        cases.check_many("cuda", torch.bfloat16, tokens, 16, 4, 256, 192, split, split)
-        cases.check_many("cuda", torch.float16, tokens, 8, 2, 512, 384, split, split, bias=True)
+    for config in (SplitConfig(), StreamConfig(32)):
+        for tokens in (3, 700, 3000):
+            cases.check_many("cuda", torch.bfloat16, tokens, 16, 4, 256, 192, config, config)
+            cases.check_many("cuda", torch.float16, tokens, 8, 2, 512, 384, config, config, bias=True)
     cases.check_experts("cuda", torch.float16, 3000, 8, 2, 512, 384, bias=True, choose=configs_of, early=True)
 
 

@@ -14,8 +14,7 @@ Floor: as in moe_many.py. Needs: 16-bit weights, an inner dimension that is a mu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -29,19 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.moe import run_experts as run_experts_op
-from quire.ops.op import Fits, FormTable
-from quire.ops.triton import launch
 from quire.ops.triton.act import gate_up
 from quire.ops.triton.descriptors import describe, load_tile
-from quire.ops.triton.moe import Config, run_experts, tma_configs_of
 
 BK = gl.constexpr(64)  # of the inner dimension in a buffer: a row of 128 bytes, what the swizzle covers
-LEAST_PAIRS = 100  # of an expert, on average, above which these tiles are the faster ones
-MOST_ENTRIES = 16384  # of a token: where it begins has to fit 32 bits
 _COPIERS = 4  # warps of a producer that gathers rows
 
 
@@ -73,7 +65,7 @@ def _place(work, tiles, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _next(at, phase, BUFFERS: gl.constexpr):
+def next_buffer(at, phase, BUFFERS: gl.constexpr):
     at += 1
     wrapped = at == BUFFERS
     return gl.where(wrapped, 0, at), gl.where(wrapped, phase ^ 1, phase)
@@ -90,7 +82,7 @@ def _fill_weights(w, row, k, full, to, N: gl.constexpr, BN: gl.constexpr, FIRST:
 
 
 @gluon.jit
-def _sources(order, first, last, a_stride, TOP_K: gl.constexpr, WM: gl.constexpr, lay: gl.constexpr):
+def gathered(order, first, last, a_stride, TOP_K: gl.constexpr, WM: gl.constexpr, lay: gl.constexpr):
     """Where a consumer's rows begin among the tokens; those past the end are the first token's."""
     m = first + gl.arange(0, WM, layout=gl.SliceLayout(1, lay))
     token = gl.load(order + m, mask=m < last, other=0) // TOP_K
@@ -116,8 +108,8 @@ def _produce(
         row = expert * WEIGHT_ROWS + column * RESULTS
         if FIRST:
             last = gl.load(end + expert)
-            from0 = _sources(order, first, last, a_stride, TOP_K, WM, lay)
-            from1 = _sources(order, first + WM, last, a_stride, TOP_K, WM, lay)
+            from0 = gathered(order, first, last, a_stride, TOP_K, WM, lay)
+            from1 = gathered(order, first + WM, last, a_stride, TOP_K, WM, lay)
             for start in range(0, K, BK):
                 mbarrier.wait(empty.index(at), phase)
                 mbarrier.expect(full.index(at), BYTES)
@@ -125,7 +117,7 @@ def _produce(
                 async_copy.async_copy_global_to_shared(rows.index(2 * at), a + start + from0)
                 async_copy.async_copy_global_to_shared(rows.index(2 * at + 1), a + start + from1)
                 async_copy.mbarrier_arrive(full.index(at), increment_count=False)
-                at, phase = _next(at, phase, BUFFERS)
+                at, phase = next_buffer(at, phase, BUFFERS)
         else:
             for start in range(0, K, BK):
                 mbarrier.wait(empty.index(at), phase)
@@ -133,7 +125,7 @@ def _produce(
                 load_tile(a, [first, start], full.index(at), rows.index(2 * at))
                 load_tile(a, [first + WM, start], full.index(at), rows.index(2 * at + 1))
                 _fill_weights(w, row, start, full.index(at), weights.index(at), N, BN, FIRST)
-                at, phase = _next(at, phase, BUFFERS)
+                at, phase = next_buffer(at, phase, BUFFERS)
 
 
 @gluon.constexpr_function
@@ -205,7 +197,7 @@ def _consume(
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index(before), count=1, pred=start > 0)
                 before = at
-                at, phase = _next(at, phase, BUFFERS)
+                at, phase = next_buffer(at, phase, BUFFERS)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(before), count=1)
             _store(acc, bias, out, order, last, expert, first, column, alpha, limit, N, ACT, BIAS, FIRST)
@@ -213,7 +205,7 @@ def _consume(
             for _start in range(0, K, BK):
                 mbarrier.wait(full.index(at), phase)
                 mbarrier.arrive(empty.index(at), count=1)
-                at, phase = _next(at, phase, BUFFERS)
+                at, phase = next_buffer(at, phase, BUFFERS)
 
 
 @gluon.jit(do_not_specialize=["programs"])
@@ -248,7 +240,7 @@ def _split_kernel(
 
 
 @cache
-def _sms(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -266,7 +258,7 @@ def product(
     box = config.columns // 2 if first else config.columns
     weights = describe(w.view(experts * rows, k), (box, BK.value))
     source = a if first else describe(a, (config.rows, BK.value))
-    programs = min(expert.shape[0] * -(-n // box), _sms(a.device))
+    programs = min(expert.shape[0] * -(-n // box), processors(a.device))
     copiers, registers = (_COPIERS, (216, 72)) if first else (1, (232, 40))
     _split_kernel[(programs,)](
         source, weights, bias, out, order, expert, start, end, programs, a.stride(0), alpha, limit, EXPERTS=experts,
@@ -275,15 +267,3 @@ def product(
         PRODUCER_REGS=registers[1], num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
-
-
-def configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
-    """As tma_configs_of, by what is faster on an H200."""
-    if pairs <= LEAST_PAIRS * experts or pairs * MOST_ENTRIES > 1 << 31:
-        return tma_configs_of(pairs, experts)
-    return SplitConfig(), SplitConfig()
-
-
-def add_forms(table: FormTable, codes: dict[Callable, int], fits: Fits, *, early: bool) -> None:
-    launch.DESCRIPTORS.add(TensorDescriptor)
-    table.form(run_experts_op, fits)(partial(run_experts, codes=codes, choose=configs_of, early=early))
