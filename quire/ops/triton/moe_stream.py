@@ -3,7 +3,8 @@
 With up to 64 pairs an expert, a step waits for the experts' weights to be read. They are the tall operand of `wgmma`
 here, the pairs the narrow one. A producer streams the weights of one tile after another through a ring of buffers, by
 TMA, and never waits for a tile to be finished; the rows of the pairs come beside them. Two consumers, warp groups, have
-half of a tile's weights each. Programs are persistent.
+half of a tile's weights each. Programs are persistent. Those of the second matmul begin while those of the first end,
+and fill their ring with weights before they wait for its rows.
 
     producer ──▶ ring of (256 x 64 weights | rows x 64) ──▶ consumer 0: weights 0 .. 127    ──▶ out
                                                         ──▶ consumer 1: weights 128 .. 255  ──▶ out
@@ -63,8 +64,10 @@ def _fill_weights(w, row, k, full, to, N: gl.constexpr, FIRST: gl.constexpr):
 def _produce(
     a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
     EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, BM: gl.constexpr,
-    BUFFERS: gl.constexpr, FIRST: gl.constexpr,
+    BUFFERS: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
+    """AHEAD: chunks of weights that are loaded before the first matmul has ended. Which tiles there are was written by
+    the kernel before that one, which waits for it before this one may begin."""
     RESULTS: gl.constexpr = WEIGHTS if FIRST else 2 * WEIGHTS
     COLUMNS: gl.constexpr = (N + RESULTS - 1) // RESULTS
     WEIGHT_ROWS: gl.constexpr = 2 * N if FIRST else N
@@ -72,6 +75,14 @@ def _produce(
     lay: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     tiles = gl.load(end + EXPERTS)
     at, phase = 0, 1
+    if AHEAD:
+        if gl.program_id(0) < tiles * COLUMNS:
+            expert = gl.load(tile_expert + gl.program_id(0) // COLUMNS)
+            row = expert * WEIGHT_ROWS + gl.program_id(0) % COLUMNS * RESULTS
+            for early in gl.static_range(AHEAD):
+                mbarrier.expect(full.index(early), BYTES)
+                _fill_weights(w, row, early * BK, full.index(early), weights.index(early), N, FIRST)
+        gdc_wait()
     for work in range(gl.program_id(0), tiles * COLUMNS, programs):
         tile, column = work // COLUMNS, work % COLUMNS
         expert, first = gl.load(tile_expert + tile), gl.load(tile_start + tile)
@@ -88,8 +99,9 @@ def _produce(
         else:
             for start in range(0, K, BK):
                 mbarrier.wait(empty.index(at), phase)
-                mbarrier.expect(full.index(at), BYTES)
-                _fill_weights(w, row, start, full.index(at), weights.index(at), N, FIRST)
+                if (work != gl.program_id(0)) | (start >= AHEAD * BK):
+                    mbarrier.expect(full.index(at), BYTES)
+                    _fill_weights(w, row, start, full.index(at), weights.index(at), N, FIRST)
                 load_tile(a, [first, start], full.index(at), rows.index(at))
                 at, phase = next_buffer(at, phase, BUFFERS)
 
@@ -165,6 +177,7 @@ def _stream_kernel(
     COPIERS: gl.constexpr,
 ):  # fmt: skip
     """grid (programs,). w: a descriptor; a: one too, or with FIRST the tokens themselves."""
+    AHEAD: gl.constexpr = min(BUFFERS, K // BK) if EARLY and not FIRST else 0
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     rows = gl.allocate_shared_memory(w.dtype, [BUFFERS, BM, BK], layout)
     weights = gl.allocate_shared_memory(w.dtype, [BUFFERS, 2 * WEIGHTS, BK], layout)
@@ -175,15 +188,16 @@ def _stream_kernel(
         mbarrier.init(empty.index(at), count=2)
     fence_async_shared()
     if EARLY:
+        if FIRST:  # the second matmul reads the tiles before it waits: they have to be there when it begins
+            gdc_wait()
         gdc_launch_dependents()
-        gdc_wait()
     gl.warp_specialize([
         (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha, limit,
                     0, EXPERTS, N, K, ACT, BIAS, BM, BUFFERS, FIRST)),
         (_consume, (bias, out, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, alpha, limit,
                     1, EXPERTS, N, K, ACT, BIAS, BM, BUFFERS, FIRST)),
         (_produce, (a, w, order, tile_expert, tile_start, end, rows, weights, full, empty, programs, a_stride,
-                    EXPERTS, N, K, TOP_K, BM, BUFFERS, FIRST)),
+                    EXPERTS, N, K, TOP_K, BM, BUFFERS, FIRST, AHEAD)),
     ], [4, COPIERS], [120, 72])  # fmt: skip
 
 
