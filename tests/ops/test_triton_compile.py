@@ -486,6 +486,27 @@ def test_experts_of_many_tokens_by_roles(bias, half):
         assert ("cp.async.cg.shared.global" in text) == first  # gathered, 16 bytes at once
 
 
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_streamed_experts_by_roles(rows):
+    stream = pytest.importorskip("quire.ops.triton.moe_stream")
+    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
+    config = stream.StreamConfig(rows)
+    for first, n, k in ((True, 768, 2048), (False, 2048, 768)):
+        kinds = {
+            "a": HALF if first else f"tensordesc<bf16[{rows},64],{layout!r}>", "bias": HALF, "out": HALF,
+            "w": f"tensordesc<bf16[{64 if first else 256},64],{layout!r}>", "alpha": "fp32", "limit": "fp32",
+            "order": WHOLE, "tile_expert": WHOLE, "tile_start": WHOLE, "end": WHOLE,
+        }  # fmt: skip
+        constants = {
+            "EXPERTS": 128, "N": n, "K": k, "TOP_K": 8, "ACT": 0, "BIAS": True, "FIRST": first, "BM": rows,
+            "BUFFERS": config.buffers, "EARLY": True, "COPIERS": 4 if first else 1,
+        }  # fmt: skip
+        text = by_roles(stream._stream_kernel, kinds, constants)
+        # the second reads weights before it waits; the first has waited before the second may begin
+        order = [text.index(part) for part in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
+        assert (order[0] < order[1]) == first
+
+
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 @pytest.mark.parametrize("group", [1, 5, 8])
 def test_prompts_by_roles(group, half):
