@@ -281,7 +281,10 @@ class Moe(nn.Module):
         return []
 
     def in_parts(self, x: Tensor) -> Tensor | PartialSums:
-        """moe(x), before a norm."""
+        return self.before_norm(x)
+
+    def before_norm(self, x: Tensor) -> Tensor | PartialSums:
+        """moe(x), if `joins`: a norm that follows may add up the results of a token's experts."""
         return self.experts.in_parts(x, *self.choose(x))
 
     def slots(self) -> Iterator[Slot]:

@@ -90,7 +90,8 @@ class DecoderBlock(nn.Module):
             h = self.after_attn(h)
         h, x = self.before_mlp.add(x, h if self.scale == 1.0 else h * self.scale)
         if self._sums_later:
-            return x, self.mlp.in_parts(h)
+            assert isinstance(self.mlp, Moe)
+            return x, self.mlp.before_norm(h)
         h = self.mlp(h)
         if self.after_mlp is not None:
             h = self.after_mlp(h)
