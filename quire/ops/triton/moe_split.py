@@ -72,6 +72,12 @@ def next_buffer(at, phase, BUFFERS: gl.constexpr):
 
 
 @gluon.jit
+def buffer_before(at, BUFFERS: gl.constexpr):
+    """Computed: a loop of Triton 3.6 does not carry a variable along that is set to another one of those it carries."""
+    return gl.where(at == 0, BUFFERS - 1, at - 1)
+
+
+@gluon.jit
 def _fill_weights(w, row, k, full, to, N: gl.constexpr, BN: gl.constexpr, FIRST: gl.constexpr):
     if FIRST:
         HALF: gl.constexpr = BN // 2
@@ -187,7 +193,6 @@ def _consume(
         last = gl.load(end + expert)
         if first < last:
             acc = gl.zeros([WM, BN], gl.float32, layout=own)
-            before = at
             for start in range(0, K, BK):
                 mbarrier.wait(full.index(at), phase)
                 if FIRST:  # its rows were not written by TMA
@@ -195,11 +200,10 @@ def _consume(
                 mine, theirs = rows.index(2 * at + WHICH), weights.index(at).permute((1, 0))
                 acc = warpgroup_mma(mine, theirs, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
-                mbarrier.arrive(empty.index(before), count=1, pred=start > 0)
-                before = at
+                mbarrier.arrive(empty.index(buffer_before(at, BUFFERS)), count=1, pred=start > 0)
                 at, phase = next_buffer(at, phase, BUFFERS)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index(before), count=1)
+            mbarrier.arrive(empty.index(buffer_before(at, BUFFERS)), count=1)
             _store(acc, bias, out, order, last, expert, first, column, alpha, limit, N, ACT, BIAS, FIRST)
         else:
             for _start in range(0, K, BK):

@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.triton.act import gate_up
 from quire.ops.triton.descriptors import describe, load_tile
-from quire.ops.triton.moe_split import BK, gathered, next_buffer, processors
+from quire.ops.triton.moe_split import BK, buffer_before, gathered, next_buffer, processors
 
 WEIGHTS = gl.constexpr(128)  # rows of weights of a consumer
 _COPIERS = 4  # warps of a producer that gathers rows
@@ -151,7 +151,6 @@ def _consume(
         tile, column = work // COLUMNS, work % COLUMNS
         expert, first = gl.load(tile_expert + tile), gl.load(tile_start + tile)
         acc = gl.zeros([WEIGHTS, BM], gl.float32, layout=own)
-        before = at
         for start in range(0, K, BK):
             mbarrier.wait(full.index(at), phase)
             if FIRST:  # its rows were not written by TMA
@@ -159,11 +158,10 @@ def _consume(
             mine = weights.index(at).slice(WHICH * WEIGHTS, WEIGHTS, 0)
             acc = warpgroup_mma(mine, rows.index(at).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index(before), count=1, pred=start > 0)
-            before = at
+            mbarrier.arrive(empty.index(buffer_before(at, BUFFERS)), count=1, pred=start > 0)
             at, phase = next_buffer(at, phase, BUFFERS)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(before), count=1)
+        mbarrier.arrive(empty.index(buffer_before(at, BUFFERS)), count=1)
         begin = column * RESULTS + WHICH * (RESULTS // 2)
         last = gl.load(end + expert)
         _store(acc, bias, out, order, last, expert, first, begin, alpha, limit, N, ACT, BIAS, FIRST)

@@ -69,17 +69,17 @@ def _norm_kernel(
     h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         delta_at = delta + (token * delta_stride)[:, None] + column[None, :]
-        step = tl.load(delta_at, mask=inside, other=0.0)
         if FACTORS:
             factor_at = factors + token * PARTS
-            step = step.to(tl.float32) * tl.load(factor_at, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-        for part in tl.static_range(1, PARTS):
-            more = tl.load(delta_at + part * part_stride, mask=inside, other=0.0)
-            if FACTORS:
+            step = tl.zeros((ROWS, BLOCK), tl.float32)
+            for part in tl.static_range(PARTS):
+                more = tl.load(delta_at + part * part_stride, mask=inside, other=0.0).to(tl.float32)
                 factor = tl.load(factor_at + part, mask=row < rows, other=0.0).to(tl.float32)
-                step += more.to(tl.float32) * factor[:, None]
-            else:
-                step += more
+                step = tl.fma(more, tl.broadcast_to(factor[:, None], (ROWS, BLOCK)), step)  # the order of `combine`
+        else:
+            step = tl.load(delta_at, mask=inside, other=0.0)
+            for part in tl.static_range(1, PARTS):
+                step += tl.load(delta_at + part * part_stride, mask=inside, other=0.0)
         total = (h + step.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + at, total, mask=inside)
         h = total.to(tl.float32)
