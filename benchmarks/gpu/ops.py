@@ -24,7 +24,6 @@ from quire.ops import moe as moe_ops
 from quire.ops import norm as norm_ops
 from quire.ops import qkv as qkv_ops
 from quire.ops import sample as sample_ops
-from quire.ops.parts import whole
 from quire.ops.triton import act, moe, norm, rope, sample
 
 BANDWIDTH, MATMUL, LAUNCH = 4.3e12, 8e14, 1.4e-6
@@ -220,9 +219,8 @@ def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.Config, moe.Config]
 
     def call(x: Tensor, logits: Tensor) -> Tensor:
         weights, index = moe.route(logits, top_k)
-        codes = {form: act.SILU}
-        return whole(
-            moe.run_experts(x, weights, index, w1, w2, b1=None, b2=None, act=form, codes=codes, configs=configs)
+        return moe.run_experts(
+            x, weights, index, w1, w2, b1=None, b2=None, act=form, codes={form: act.SILU}, configs=configs
         )
 
     def make() -> tuple:
@@ -233,10 +231,10 @@ def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.Config, moe.Config]
     if check:
         reference = act_ops.GATED["silu"].reference
         wanted = moe_ops.run_experts(x, *moe_ops.route(logits, top_k), w1, w2, b1=None, b2=None, act=reference)
-        error = apart(call(x, logits), whole(wanted))
+        error = apart(call(x, logits), wanted)
     touched = mixture.experts * (1 - (1 - top_k / mixture.experts) ** tokens)
     pairs = tokens * top_k
-    shapes = " ".join(map(str, configs))
+    shapes = " ".join(",".join(map(str, config)) for config in configs)
     return Line(
         f"moe {tokens} tokens [{shapes}]", call, make, touched * 6 * 2048 * 768, 6.0 * pairs * 2048 * 768, 5, error
     )

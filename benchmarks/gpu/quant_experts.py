@@ -24,7 +24,6 @@ from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops.act import GATED, clamped_swiglu
 from quire.ops.coded_experts import ExpertCodes
-from quire.ops.parts import whole
 from quire.ops.triton import act, moe, moe_coded
 from quire.ops.triton.moe_coded import CodedTileConfig
 from quire.ops.triton.moe_coded_few import CodedFewConfig
@@ -103,7 +102,7 @@ class Layer(NamedTuple):
         weights, index = moe.route(logits, self.shape.top_k)
         rest = {"b1": self.b1, "b2": self.b2, "act": self.shape.act, "codes": CODES, "stream": x, **how}
         if isinstance(self.up, Tensor):
-            return whole(moe.run_experts(x, weights, index, self.up, self.down, **rest))  # type: ignore[arg-type]
+            return moe.run_experts(x, weights, index, self.up, self.down, **rest)  # type: ignore[arg-type]
         return moe_coded.run_experts(x, weights, index, self.up, self.down, **rest)
 
     def error(self, tokens: int, **how: Any) -> float:

@@ -122,10 +122,6 @@ def test_experts(tokens, dtype):
     cases.check_experts("cpu", dtype, tokens, 5, 3, 64, 96, configs=small)
 
 
-def test_experts_before_a_norm():
-    cases.check_experts_before_a_norm("cpu", torch.bfloat16, 7, 5, 3, 48, 40)
-
-
 @pytest.mark.parametrize(("resident", "flat"), [(True, True), (False, False)])
 def test_grouped_products_of_many_tokens(resident, flat):
     first, second = (moe_many.MoeManyConfig(16, bn, 16, 4, 2, 8, resident, flat) for bn in (16, 32))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,15 +25,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.parts import PartialSums
 from quire.ops.triton import moe_few, moe_many
 from quire.ops.triton.act import gate_up
 
 FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
 _CHUNK = 512  # pairs that are counted together
-_PIECE, _CHUNK_PIECE = 16, 32  # pairs that are placed together: of all, of a chunk
+_PIECE = 16  # pairs that are placed together
 _INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
-_COUNTED = 2048  # of these counted together
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
 
@@ -177,13 +175,13 @@ def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit
-def _totals(index, counts, pairs, chunks, chunk, BLOCK_E: tl.constexpr, COUNTED: tl.constexpr, INLINE: tl.constexpr):
+def _totals(index, counts, pairs, chunks, chunk, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, INLINE: tl.constexpr):
     """(pairs of each expert, those of them in the chunks before `chunk`), both [BLOCK_E]. INLINE: not counted yet."""
     total = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
     if INLINE:
-        for start in range(0, pairs, COUNTED):
-            at = start + tl.arange(0, COUNTED)
+        for c in range(0, chunks):
+            at = c * CHUNK + tl.arange(0, CHUNK)
             chosen = tl.load(index + at, mask=at < pairs, other=0).to(tl.int32)
             total += tl.histogram(chosen, BLOCK_E, mask=at < pairs)
     else:
@@ -219,7 +217,7 @@ def _order_chunk(
     index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
 ):
     """Sort the pairs of one chunk, after those of the same experts in previous chunks."""
-    total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, 1, False)
+    total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
     first = tl.cumsum(total, 0) - total + before
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
     for piece in range(begin, end, PIECE):
@@ -233,7 +231,7 @@ def _order_chunk(
 def _sort_kernel(
     index, counts, order, tile_expert, tile_start, end, pairs, chunks, placers, most_tiles, bm,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
-    COUNTED: tl.constexpr, INLINE: tl.constexpr, EARLY: tl.constexpr,
+    INLINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
     of the table."""
@@ -250,7 +248,7 @@ def _sort_kernel(
         else:
             _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
     else:
-        total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, COUNTED, INLINE)
+        total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
         first = tl.cumsum(total, 0) - total
         tiles = (total + bm - 1) // bm
         tile_end = tl.cumsum(tiles, 0)
@@ -287,8 +285,8 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
         )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE if inline else _CHUNK_PIECE, TILES=_TILE_ROWS,
-        COUNTED=_COUNTED, INLINE=inline, EARLY=early, num_warps=4 if inline else 8, **launch,
+        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE, TILES=_TILE_ROWS, INLINE=inline, EARLY=early, num_warps=4,
+        **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
@@ -409,19 +407,7 @@ def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: 
     return out
 
 
-class ManyConfig(Protocol):
-    """The tiles of a grouped matmul of another module (moe_many.py, moe_split.py), which it can compute."""
-
-    @property
-    def bm(self) -> int: ...
-
-    def product(
-        self, a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int, *,
-        pairs: int, act: tuple[int, float, float] | None, early: bool,
-    ) -> Tensor: ...  # fmt: skip
-
-
-Config = MoeTileConfig | ManyConfig
+Config = MoeTileConfig | moe_many.MoeManyConfig
 
 
 def configs_of(
@@ -460,13 +446,10 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    in_parts: bool = False, configs: tuple[Config, Config] | None = None,
-    choose: Callable[[int, int], tuple[Config, Config]] = tma_configs_of, fixed: bool = False, early: bool = False,
-) -> Tensor | PartialSums:  # fmt: skip
-    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `in_parts`:
-    the weighted sum is left to a norm, if there are more than a few tokens. `choose`: tiles for so many pairs and
-    experts where operands may be read through descriptors; both have one `bm`. `fixed`: results do not depend on the
-    number of tokens. `early`: see few.py."""
+    configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
+) -> Tensor:  # fmt: skip
+    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `fixed`:
+    results do not depend on the number of tokens. `early`: see few.py."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
@@ -480,7 +463,7 @@ def run_experts(
         return moe_few.down(h, weights, index, w2, b2, stream, early=early)
     if configs is None:
         if known is not None and tokens > 1 and moe_many.fits(x, w1, w2):
-            configs = choose(pairs, experts)
+            configs = tma_configs_of(pairs, experts)
         else:
             configs = configs_of(pairs, experts, x.dtype, fixed=fixed)
     first, second = configs
@@ -488,9 +471,7 @@ def run_experts(
     h = _matmul(x, w1, b1, tiles, top_k, first, pairs, True, known, early)
     if known is None:
         h = act(h).contiguous()
-    y = _matmul(h, w2, b2, tiles, top_k, second, pairs, False, None, early)
-    if in_parts and stream is None:
-        return PartialSums(y.view(tokens, top_k, -1).transpose(0, 1), y.dtype, weights)
+    y = _matmul(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs, False, None, early)
     return combine(y, weights, stream, early=early)
 
 
@@ -500,7 +481,7 @@ def _matmul(
 ) -> Tensor:  # fmt: skip
     if isinstance(config, MoeTileConfig):
         return product(a, w, bias, tiles, top_k, config, pairs=pairs, first=first, act=act, early=early)
-    return config.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, early=early)
+    return moe_many.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, config=config, early=early)
 
 
 def fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:

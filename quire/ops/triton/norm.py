@@ -50,14 +50,14 @@ def store_scales(scales, scale, row, rows, GROUPS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x, delta, weight, bias, out, scales, rows, x_stride, x_head_stride, delta_stride, part_stride, weight_stride, eps,
-    offset, factors,
+    offset,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, LAYER: tl.constexpr, WIDE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, FACTORS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row r of `x` is head r % HEADS of token r // HEADS; `out` is contiguous. ADD: x += delta first, in place; delta
-    is the sum of PARTS, rounded. FACTORS: each part of a row times its factor. LARGEST: results are codes up to it,
-    with a scale for each GROUP of a row; 0: numbers."""
+    is the sum of PARTS, rounded. LARGEST: results are codes up to it, with a scale for each GROUP of a row; 0:
+    numbers."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -69,17 +69,9 @@ def _norm_kernel(
     h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         delta_at = delta + (token * delta_stride)[:, None] + column[None, :]
-        if FACTORS:
-            factor_at = factors + token * PARTS
-            step = tl.zeros((ROWS, BLOCK), tl.float32)
-            for part in tl.static_range(PARTS):
-                more = tl.load(delta_at + part * part_stride, mask=inside, other=0.0).to(tl.float32)
-                factor = tl.load(factor_at + part, mask=row < rows, other=0.0).to(tl.float32)
-                step = tl.fma(more, tl.broadcast_to(factor[:, None], (ROWS, BLOCK)), step)  # the order of `combine`
-        else:
-            step = tl.load(delta_at, mask=inside, other=0.0)
-            for part in tl.static_range(1, PARTS):
-                step += tl.load(delta_at + part * part_stride, mask=inside, other=0.0)
+        step = tl.load(delta_at, mask=inside, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            step += tl.load(delta_at + part * part_stride, mask=inside, other=0.0)
         total = (h + step.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + at, total, mask=inside)
         h = total.to(tl.float32)
@@ -124,23 +116,16 @@ def _launch(
     block = next_power_of_2(width)
     rows = max(1, _TILE // block)  # by the width alone: a row's sum must not depend on the number of rows
     per_head = weight is not None and weight.ndim == 2
-    parts, factors = _parts_of(delta)
+    parts = None if delta is None else delta.sums if isinstance(delta, PartialSums) else delta[None]
     _norm_kernel[(cdiv(tokens * heads, rows),)](
         x, parts, weight, bias, out, scales, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
         *((0, 0) if parts is None else (parts.stride(1), parts.stride(0))), width if per_head else 0, eps, offset,
-        factors, WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer,
-        WIDE=wide or layer, WEIGHT=weight is not None, BIAS=bias is not None, FACTORS=factors is not None,
-        PARTS=1 if parts is None else len(parts),
+        WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer, WIDE=wide or layer,
+        WEIGHT=weight is not None, BIAS=bias is not None, PARTS=1 if parts is None else len(parts),
         LARGEST=0.0 if code is None else LARGEST[code.dtype], GROUP=(code.group if code else 0) or block, EARLY=early,
         num_warps=warps or min(16, max(1, block * rows // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
-
-
-def _parts_of(delta: Delta) -> tuple[Tensor | None, Tensor | None]:
-    if isinstance(delta, PartialSums):
-        return delta.sums, delta.factors
-    return None if delta is None else delta[None], None
 
 
 def fits(x: Tensor, weight: Tensor | None, delta: Tensor | PartialSums | None = None) -> bool:
@@ -155,10 +140,8 @@ def fits(x: Tensor, weight: Tensor | None, delta: Tensor | PartialSums | None = 
 
 
 def _adds(x: Tensor, delta: Tensor | PartialSums) -> bool:
-    parts, factors = _parts_of(delta)
-    assert parts is not None
-    fit = parts.shape[1:] == x.shape and parts.stride(-1) == 1
-    return fit and (factors is None or factors.is_contiguous())
+    step = delta.sums[0] if isinstance(delta, PartialSums) else delta
+    return step.shape == x.shape and step.stride(-1) == 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:

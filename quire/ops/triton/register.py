@@ -143,18 +143,6 @@ def _add_skinny(table: FormTable, codes: dict[Callable, int], early: bool) -> No
     add_forms(table, codes, _free, early=early)
 
 
-def _add_experts(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
-    """Experts, likewise."""
-    try:
-        from quire.ops.triton.moe_hopper import add_forms as add_forms_  # lazy
-
-        add_forms = add_forms_
-    except ImportError as wrong:
-        _log.warning("mixtures of experts use slower matmuls: %s", wrong)
-        return
-    add_forms(table, codes, _free, early=early)
-
-
 def _is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -206,7 +194,6 @@ def _table() -> FormTable:
     coded.add_forms(table, codes, _free, early=early)
     if _is_hopper():
         _add_skinny(table, codes, early)
-        _add_experts(table, codes, early)
     _add_fixed(table, codes, early)
     table.form(sample_ops.sample_rows)(sample.sample_rows)
     rows.add_forms(table)
