@@ -16,6 +16,7 @@ Must not know: models, requests, how rows come and go.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 from quire.attention.library import Dense, Library, dense_attention
 from quire.attention.triton_cache import TritonCache, dense, write_kv
 from quire.base import env
+from quire.base.log import logger
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.copy import upload
 from quire.ops.kv_codes import rounded
@@ -44,6 +46,7 @@ from quire.ops.triton.attention import (
     workspace_sizes,
 )
 from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes, probe_column
+from quire.ops.triton.launch import DESCRIPTORS
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
@@ -53,6 +56,7 @@ MOST_ENTRIES, MOST_LATENT = 512, 1024  # of a head: with separate values; with v
 CROWD = 64  # decodes in a step that fill the device without being split
 MIXED_ROWS = 320  # most rows of few queries in the lists of a captured mixed step
 MIXED_PROMPTS = 64  # and prompt chunks
+_log = logger(__name__)
 
 
 class Workspace:
@@ -76,6 +80,9 @@ class Workspace:
         return pieces[-1]
 
 
+ROLES, ROLES_SIZE = AttentionTile(128, 64, 12, 4, has_roles=True), 128  # attention_prompts.py; entries of a head
+
+
 class TileSet(NamedTuple):
     """Tile shapes of a layer's launches."""
 
@@ -93,6 +100,7 @@ class WorkListKey(NamedTuple):
     value: int  # entries of a result per head
     tiles: TileSet
     library: bool
+    roles: AttentionTile | None = None  # of prompt chunks that fill the device, where warps may have roles
 
     @classmethod
     def of(
@@ -103,8 +111,15 @@ class WorkListKey(NamedTuple):
         dv = v_size if cache.values is None else cache.values.shape[3]
         group = heads // kv_heads
         tiles = backend.tiles(dtype, dk, dv, cache.values is None, group)
-        library = backend.library is not None and plain and dtype != torch.float32 and dk == dv and dk <= 128
-        return cls(group, kv_heads, dv, tiles, library)
+        plain = plain and dtype != torch.float32 and dk == dv
+        fits = (
+            cache.values is not None
+            and cache.keys.dtype is dtype
+            and dk == ROLES_SIZE
+            and cache.keys.stride(0) % dk == 0
+        )
+        roles = ROLES if backend.attend_prompts is not None and plain and fits else None
+        return cls(group, kv_heads, dv, tiles, backend.library is not None and plain and dk <= 128, roles)
 
 
 def choose_tiles(dtype: torch.dtype, dk: int, dv: int, *, latent: bool, group: int) -> TileSet:
@@ -230,6 +245,14 @@ class HostLists:
         """What goes to the library."""
         return self.runs if call.library else []
 
+    def _prompt_tile(self, entries: np.ndarray, call: WorkListKey) -> AttentionTile:
+        """With roles if there is a tile for every multiprocessor twice, so that none has to be split."""
+        shape, roles = self.shape, call.roles
+        if roles is None or shape.window or shape.chunk or shape.page % roles.block_n:
+            return call.tiles.many
+        tiles = int(_cdiv(entries[:, 2] * call.group, roles.block_m).sum())
+        return roles if tiles * call.kv_heads >= 2 * self.cutter.sms else call.tiles.many
+
     def make(self, call: WorkListKey) -> list[AttentionWorkList]:
         left = self.entries[:, 2] > 0
         if self.prompts(call):
@@ -238,7 +261,7 @@ class HostLists:
         ones = left & (self.entries[:, 2] == 1)
         if self.fixed or not may_share(ones, self.entries, self.step, self.shape):
             ones[:] = False
-        parts = [(few & ~ones, call.tiles.few), (left & ~few, call.tiles.many)]
+        parts = [(few & ~ones, call.tiles.few), (left & ~few, self._prompt_tile(self.entries[left & ~few], call))]
         lists = [self.cutter.items(self.entries[which], call, tiles) for which, tiles in parts if which.any()]
         decodes = self.entries[ones].T  # row | start | count | context
         if not lists and not ones.any():
@@ -482,6 +505,12 @@ class TritonPlan:
             return dense_attention(q, k, v, runs[0], rule.scale)  # the full step
         out = torch.empty((q.shape[0], q.shape[1], call.value), dtype=q.dtype, device=q.device)
         for work in self._works(call):
+            if work.tiles.has_roles:
+                assert self.backend.attend_prompts is not None and cache.values is not None and not work.partials
+                self.backend.attend_prompts(
+                    q, cache.keys, cache.values, self.tables, work.items, out, rule.scale, early=self.backend.early
+                )
+                continue
             floats, counters = workspace_sizes(work, call.kv_heads, call.value)
             static = self.backend.workspace.get(floats, counters, q.device)
             attend(
@@ -514,6 +543,7 @@ class TritonAttention:
         self.early = (
             env.EARLY_LAUNCH.get() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         )
+        self.attend_prompts = None if self.fixed else _attend_prompts()
         self.workspace = Workspace()
         self.forms: set[tuple[int, int, int, torch.dtype, torch.device]] = (
             set()
@@ -573,6 +603,19 @@ class TritonAttention:
             chosen = choose_tiles(dtype, dk, dv, latent=latent, group=group)
             self._tiles[key] = invariant(chosen) if self.fixed else chosen
         return self._tiles[key]
+
+
+def _attend_prompts() -> Callable[..., None] | None:
+    """Of attention_prompts.py, which needs Hopper's instructions and a part of Triton that is experimental."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    try:
+        from quire.ops.triton import attention_prompts  # lazy
+    except ImportError as wrong:
+        _log.warning("prompts use slower attention: %s", wrong)
+        return None
+    DESCRIPTORS.add(attention_prompts.TensorDescriptor)
+    return attention_prompts.attend_prompts
 
 
 def invariant(tiles: TileSet) -> TileSet:

@@ -50,6 +50,31 @@ def test_sizes_and_groups(size, group):
     assert not found[7:].any()
 
 
+@pytest.mark.parametrize(
+    ("page", "group", "dtype", "early"),
+    [(64, 8, torch.bfloat16, True), (128, 5, torch.float16, False), (64, 1, torch.bfloat16, False)],
+)
+def test_prompts_by_warps_with_roles(page, group, dtype, early, monkeypatch):
+    from quire.attention.triton import TritonAttention
+    from quire.ops.triton import attention_prompts
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper's instructions")
+    ran, plain = [], attention_prompts.attend_prompts
+    monkeypatch.setattr(attention_prompts, "attend_prompts", lambda *a, **k: (ran.append(len(a[4])), plain(*a, **k)))
+    monkeypatch.setattr(TritonAttention, "sms", lambda self, device: 1)  # any two tiles fill the device
+    mixes = [MIX, [(64, 64), (63, 63), (65, 65), (127, 127), (129, 129), (1000, 1000)], [(900, 700), (512, 512)]]
+    for seed, lens in enumerate(mixes):
+        case = Case(lens, heads=2 * group, kv_heads=2, size=128, block_size=page, dtype=dtype, device="cuda", seed=seed)
+        engine = backend()
+        engine.early = early
+        close(case.run(engine)[0], case.reference(), dtype)
+    assert len(ran) == len(mixes)
+    case = Case(MIX, heads=4, kv_heads=2, size=128, block_size=page, rule={"window": 40}, dtype=dtype, device="cuda")
+    close(case.run(backend())[0], case.reference(), dtype)
+    assert len(ran) == len(mixes)  # a window is not for these
+
+
 @pytest.mark.parametrize("rule", RULES, ids=RULE_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fixed", [False, True])

@@ -465,6 +465,41 @@ def test_products_of_some_rows(rows, rank):
         assert ".local" not in made.asm["ptx"]
 
 
+def by_roles(kernel, kinds, constants):
+    """The PTX of a Gluon kernel whose warps have roles, which takes a multiprocessor for itself and spills nothing."""
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    signature = {
+        param.name: "constexpr" if param.is_constexpr else kinds.get(param.name, "i32") for param in kernel.params
+    }
+    names = list(signature)
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name in names if str(signature[name])[0] == "*" or name in ("q_token", "q_head")]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    made = triton.compile(
+        source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "launch_pdl": True},
+    )  # fmt: skip
+    assert made.metadata.shared <= 227 << 10
+    text = made.asm["ptx"]
+    assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text and "setmaxnreg" in text
+    assert ".local" not in text
+    return text
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("group", [1, 5, 8])
+def test_prompts_by_roles(group, half):
+    prompts = pytest.importorskip("quire.ops.triton.attention_prompts")
+    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
+    pages = f"tensordesc<{half}[64,128],{layout!r}>"
+    kinds = {
+        "out": f"*{half}", "q": f"*{half}", "k_pages": pages, "v_pages": pages, "tables": WHOLE, "items": WHOLE,
+        "scale": "fp32",
+    }  # fmt: skip
+    constants = {"GROUP": group, "PAGE": 64, "BUFFERS": prompts._BUFFERS, "EARLY": True}
+    assert "cp.async.cg.shared.global" in by_roles(prompts._prompts_kernel, kinds, constants)
+
+
 @pytest.mark.parametrize("rows", [3, 17, 50, 200])
 @pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8-groups", "int4", "int4-rows", "fp4"])
 def test_codes_times_some_rows(name, rows):

@@ -50,6 +50,7 @@ class AttentionTile(NamedTuple):
     ahead: bool = False  # and multiplies the next tile of keys during the softmax of this one
     tma: bool = False  # and loads full blocks by TMA, if blocks allow it
     max_regs: int | None = None  # per thread, to fit more programs on a multiprocessor
+    has_roles: bool = False  # warps that load and warps that multiply: attention_prompts.py; its lists have no splits
 
 
 class SharedPrefix(NamedTuple):
