@@ -35,6 +35,7 @@ from quire.ops.triton import few
 from quire.ops.triton.act import SILU
 
 DTYPES = (torch.bfloat16, torch.float16)
+_WIDEST = 1 << 15  # columns, all of which lie in shared memory
 _KINDS = {"fp8": 0, "int8": 1, "int4": 2, "fp4": 3}
 
 
@@ -514,6 +515,7 @@ def fits_weight(weight: CodedWeight) -> bool:
     return (
         weight.zero is None
         and weight.width % 128 == 0
+        and weight.width <= _WIDEST
         and weight.group % 128 == 0
         and weight.codes.is_contiguous()
         and weight.codes.data_ptr() % 16 == 0
