@@ -114,6 +114,8 @@ def test_what_does_not_fit_goes_another_way():
         assert not few_coded.fits_weight(weight)
     weight = cases.weight_of(WEIGHTS["fp8-rows"], "cuda")
     assert few_coded.few_rows(256, torch.bfloat16, [weight]) == 1
+    for name, rows in (("int4-128", 1), ("fp8-blocks", 0), ("int8-rows", 0), ("int4-rows", 0), ("fp4-128", 0)):
+        assert few_coded.few_rows(256, torch.bfloat16, [cases.weight_of(WEIGHTS[name], "cuda")]) == rows  # 0: not timed
     for given in ([cases.weight_of(WEIGHTS["int4-128"], "cuda")], [weight]):
         assert few_coded.few_rows(256, torch.float32, given) == (2 if given[0] is weight else 0)
     x, stream = cases.normal(1, 256, device="cuda"), cases.normal(1, 96, device="cuda")

@@ -35,6 +35,7 @@ from quire.ops.triton import few
 from quire.ops.triton.act import SILU
 
 DTYPES = (torch.bfloat16, torch.float16)
+_WIDEST = 1 << 15  # columns, all of which lie in shared memory
 _KINDS = {"fp8": 0, "int8": 1, "int4": 2, "fp4": 3}
 
 
@@ -514,6 +515,7 @@ def fits_weight(weight: CodedWeight) -> bool:
     return (
         weight.zero is None
         and weight.width % 128 == 0
+        and weight.width <= _WIDEST
         and weight.group % 128 == 0
         and weight.codes.is_contiguous()
         and weight.codes.data_ptr() % 16 == 0
@@ -561,9 +563,15 @@ def few_coded_linear(
 # --- forms of ops/few.py
 
 
+def is_faster(weight: CodedWeight) -> bool:
+    """Whether the kernel is known to beat skinny_coded.py with one row of such codes; the others were not timed."""
+    is_timed = weight.kind == "fp8" if weight.group == weight.width else weight.kind == "int4"
+    return is_timed and fits_weight(weight)
+
+
 def few_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWeight]) -> int:
     codes = [matrix for matrix in matrices if isinstance(matrix, CodedWeight)]
-    if codes and dtype in DTYPES and all(map(fits_weight, codes)):
+    if codes and dtype in DTYPES and all(map(is_faster, codes)):
         return 1
     return few.few_rows(width, dtype, matrices)
 
