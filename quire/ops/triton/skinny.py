@@ -42,9 +42,10 @@ from quire.ops.triton.coded import CodedLinear
 from quire.ops.triton.descriptors import describe, load_tile
 from quire.ops.triton.lora import add_low_rank
 from quire.ops.triton.skinny_coded import store_silu
-from quire.ops.triton.skinny_lora import TILE, adds, fill_low, low_tile, own_sums, slots_of
+from quire.ops.triton.skinny_lora import adds, fill_low, low_tile, own_sums, slots_of
 
 MOST_ROWS = 32
+TILE = gl.constexpr(64)  # columns of the result, as rows of the matrix: what a warp group multiplies at once
 _MOST_PARTS = 8
 _NOWHERE = 1 << 30  # no column is that far right
 

@@ -19,7 +19,7 @@ from quire.ops.lora import LowRank
 from quire.ops.triton.descriptors import load_tile
 from quire.ops.triton.lora import MOST_COLUMNS
 
-TILE = gl.constexpr(64)  # columns of the result, as rows of the matrix: what a warp group multiplies at once
+TILE = 64  # rows of a matrix in a tile of skinny.py
 RANKS = (8, 16, 32, 64)
 MOST_PARTS = 3
 
@@ -29,7 +29,7 @@ def fill_low(low, ring, barriers, column, turn, at, other, ENTRIES: gl.constexpr
     """Load a chunk of the tile's rows of B into one buffer. GATED: turns alternate between gates and ups; the other
     half of the buffer is loaded from past the end of the matrix, where everything is zero."""
     if GATED:
-        HALF: gl.constexpr = TILE // 2
+        HALF: gl.constexpr = ring.shape[1] // 2
         to = ring.index(at)
         k, is_up = turn // 2 * ENTRIES, turn % 2
         load_tile(low, [column + is_up * 2 * other, k], barriers.index(at), to.slice(0, HALF, 0))
@@ -83,5 +83,5 @@ def adds(weight: Tensor, low: LowRank, parts: int = 0) -> bool:
         and rank in RANKS
         and slots * rank <= MOST_COLUMNS
         and (count == parts if parts else count <= MOST_PARTS)
-        and all(bound % TILE.value == 0 for bounds in stacks.bounds for bound in bounds)
+        and all(bound % TILE == 0 for bounds in stacks.bounds for bound in bounds)
     )
