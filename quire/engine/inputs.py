@@ -596,6 +596,10 @@ class InputProcessor:
         self._check_ids("speech_rules", rules.never_first, param="speech_rules")
         if (times := rules.times) is not None:
             self._check_ids("speech_rules", (times.first_id, times.end_id, times.plain_id), param="speech_rules")
+            if times.first_id < 1:
+                raise InputError(
+                    f"speech_rules: first_id is {times.first_id}; it must be at least 1", param="speech_rules"
+                )
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """As a word is written at the start of a text and after a space; without words, the ids as passed."""

@@ -38,8 +38,10 @@ def decide(logits: Tensor, drafts: DrawnDrafts, seeds: Tensor, positions: Tensor
     p, q = torch.softmax(logits, -1), drafts.probabilities
     chosen = drafts.token_ids.unsqueeze(1)
     share = sample.uniform(seeds + _DECIDED, positions)
+    is_known = q.isfinite().all(-1, keepdim=True)  # else the drafter is broken, and its draft says nothing
     keeps = share * q.gather(1, chosen).squeeze(1) < p.gather(1, chosen).squeeze(1)
-    rest = (p - q).clamp_(min=0)
+    keeps &= is_known.squeeze(1)
+    rest = torch.where(is_known, (p - q).clamp(min=0), p)
     none_left = rest.sum(-1, keepdim=True) <= 0  # p is q, up to rounding
     drawn = sample.sample_(torch.where(none_left, p, rest).log_(), seeds, positions)
     return torch.where(keeps, drafts.token_ids, drawn)

@@ -147,7 +147,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _should_upgrade_to_ws(self) -> bool:
-        return super()._should_upgrade_to_ws() and self.url.partition(b"?")[0] in self.socket_paths
+        is_idle = self.cycle is None or self.cycle.response_complete  # whom an answer is for would not be told its end
+        return is_idle and super()._should_upgrade_to_ws() and self.url.partition(b"?")[0] in self.socket_paths
 
     def _unsupported_upgrade_warning(self) -> None:
         """The request is answered as any other."""

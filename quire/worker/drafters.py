@@ -6,6 +6,7 @@ layout is known. Must not know: how a proposer works, budgets of a device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,7 @@ def load_drafter(
     own = replace(config, **changes)
     if speculative.draft_tensor_parallel_size == 1:
         group = ALONE  # all ranks compute the same
+    group = dataclasses.replace(group, context=None)  # whose KV is the drafter's own, and whole
     if speculative.method == "draft_model":
         model: Model | HeadDrafter = parts.make_model(own, kernels, group)
     else:

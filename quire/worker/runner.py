@@ -398,7 +398,6 @@ class ModelRunner:
         with drafts.lock:
             if pending.is_followed:
                 return
-            pending.is_followed = True
             tokens, grants = pending.token_ids.tolist(), [flight.plan.grants[i] for i in flight.sample_grants]
             sampled: dict[str, list[int]] = {}
             if not pending.verified:
@@ -416,6 +415,7 @@ class ModelRunner:
             drafts.advance(sampled, num_tokens, prompts=num_tokens > len(tokens), late=pending.is_passed)
             if drafts.of:
                 pending.drafts = {name: drafts.of[name] for name in sampled if name in drafts.of}
+            pending.is_followed = True  # not where one of these failed: whoever looks next fails, too
 
     def _logits(self, flight: _Flight) -> Tensor:
         """[S, V] of the positions that sample."""

@@ -118,3 +118,13 @@ def test_faults_exceed_the_bound(fault: Any) -> None:
     right = torch.bincount(decide(LOGITS.expand(DRAWS, VOCAB), drafts, seeds, places), minlength=VOCAB)
     statistic, bound = pearson(right, p)
     assert statistic < bound
+
+
+def test_a_broken_drafter_changes_nothing() -> None:
+    """Its distributions are no numbers."""
+    seeds, places = torch.arange(DRAWS) * 7919, torch.full((DRAWS,), 11)
+    shares, drafts = torch.full((DRAWS, VOCAB), float("nan")), torch.zeros(DRAWS, dtype=torch.int64)
+    tokens = decide(LOGITS.expand(DRAWS, VOCAB), DrawnDrafts(torch.arange(DRAWS), drafts, shares), seeds, places)
+    counts = torch.bincount(tokens, minlength=VOCAB)
+    statistic, bound = pearson(counts, torch.softmax(LOGITS, 0))
+    assert statistic < bound

@@ -341,13 +341,46 @@ def test_a_model_in_the_address_that_is_not_served(server: Live) -> None:
     assert refused.value.response.status_code == 404
 
 
-def test_pages_of_others_may_not_connect(server: Live) -> None:
-    with pytest.raises(InvalidStatus) as refused, opened(server, origin="https://evil.example"):
+def test_a_query_of_very_many_fields(server: Live) -> None:
+    with pytest.raises(InvalidStatus) as refused, opened(server, "?" + "&".join(f"a{i}=1" for i in range(40))):
+        pass
+    assert refused.value.response.status_code == 400 and not sessions(server).count
+
+
+def test_a_refused_update_changes_no_form(client: Client) -> None:
+    """The next one is still the first in OpenAI's form, whose rate is another."""
+    wrong = {"audio": {"input": {"transcription": {"language": "xx"}}}}
+    client.send({"type": "session.update", "session": wrong})
+    assert client.next()["type"] == "error"
+    client.send({"type": "session.update", "session": {"audio": {"input": {"transcription": {"language": "en"}}}}})
+    assert client.next()["session"]["audio"]["input"]["format"]["rate"] == 24000
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://[", ""])
+def test_pages_of_others_may_not_connect(server: Live, origin: Any) -> None:
+    with pytest.raises(InvalidStatus) as refused, opened(server, additional_headers={"Origin": origin}):
         pass
     assert refused.value.response.status_code == 403
     own: Any = server.url
     with opened(server, origin=own) as connection:
         Client(connection)
+
+
+def test_a_connection_whose_answer_is_under_way_stays_http(server: Live) -> None:
+    """Whom the first answer is for would not be told when the client goes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    upgrade = (
+        "GET /v1/realtime HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"
+        "sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(f"GET /health HTTP/1.1\r\nhost: x\r\n\r\n{upgrade}".encode())
+        found = b""
+        while found.count(b"HTTP/1.1 ") < 2:
+            more = connection.recv(65536)
+            assert more, found
+            found += more
+    assert b"HTTP/1.1 426" in found and b"HTTP/1.1 101" not in found
 
 
 def test_plain_http_and_other_paths(server: Live) -> None:

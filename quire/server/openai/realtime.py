@@ -58,6 +58,7 @@ from quire.server.state import ServerState
 log = logger(__name__)
 PATH = "/v1/realtime"
 MOST_ERRORS = 16  # one after another
+_MOST_FIELDS = 32  # of a query
 _CLIP_SECONDS = 30  # of a model that does not say
 _CLOSE_POLICY, _CLOSE_IDLE, _CLOSE_FAULT = 1008, 1001, 1011
 
@@ -114,17 +115,18 @@ class Sessions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
-        query = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=32)
         call = HttpCall(self._state, scope, receive, send)
+        self.count += 1
         try:
+            query = _query_of(scope)
             settings = await self._admitted(call, query.get("model", [None])[0])
         except Exception as error:  # noqa: BLE001  # whatever went wrong, its client is told
+            self.count -= 1
             await refusal_of(error, full=self._state.options.queue_full_status).refuse_socket(send)
             return
         session_id = f"sess-{call.request_id(None)}"
         speaks_openai = bool(query.keys() & {"model", "intent"})
         wire: RealtimeWire = OpenAIWire(session_id) if speaks_openai else VllmWire()
-        self.count += 1
         try:
             await send({"type": "websocket.accept"})
             session = Session(self, call, wire, replace(settings, rate=wire.rate), session_id)
@@ -138,9 +140,9 @@ class Sessions:
     async def _admitted(self, call: HttpCall, name: str | None) -> _ListeningSettings:
         """Refusals before the connection becomes a WebSocket."""
         _check_origin(call)
-        if self.count >= (most := env.MAX_REALTIME_SESSIONS.get()):
+        if self.count > (most := env.MAX_REALTIME_SESSIONS.get()):
             raise OverloadedError(
-                f"{self.count} realtime sessions are open; the limit is {most} (QUIRE_MAX_REALTIME_SESSIONS)"
+                f"{self.count - 1} realtime sessions are open; the limit is {most} (QUIRE_MAX_REALTIME_SESSIONS)"
             )
         return await self.settings(name)
 
@@ -158,13 +160,24 @@ class Sessions:
         return self._state
 
 
+def _query_of(scope: Scope) -> dict[str, list[str]]:
+    try:
+        return parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=_MOST_FIELDS)
+    except ValueError:
+        raise InputError(f"the query has more than {_MOST_FIELDS} fields") from None
+
+
 def _check_origin(call: HttpCall) -> None:
     """A web page may open a WebSocket to any server, and no browser asks the server first."""
     origin = call.header(b"origin")
     allowed = call.state.options.allowed_origins
     if origin is None or "*" in allowed or origin in allowed:
         return
-    if urlsplit(origin).netloc.lower() != (call.header(b"host") or "").lower():
+    try:
+        place = urlsplit(origin).netloc.lower()
+    except ValueError:  # half of an address
+        place = ""
+    if not place or place != (call.header(b"host") or "").lower():
         raise _ForbiddenError(f"pages of {origin[:100]!r} may not open sessions: --allowed-origins has no such origin")
 
 
@@ -259,13 +272,15 @@ class Session:
 
     async def _update(self, event: ClientEvent) -> None:
         update, settings = read_update(event), self._settings
-        if event.session is not None and not isinstance(self._wire, OpenAIWire):
-            self._wire = OpenAIWire(self._id)
-            settings = replace(settings, rate=self._wire.rate)
+        wire = self._wire
+        if event.session is not None and not isinstance(wire, OpenAIWire):
+            wire = OpenAIWire(self._id)
+            settings = replace(settings, rate=wire.rate)
         if update.model is not None:
             named = await self._sessions.settings(update.model)
             settings = replace(settings, served=named.served, model=named.model)
         self._change(_updated(settings, update))
+        self._wire = wire
         await self._send(self._wire.updated(self._shown()))
 
     def _change(self, settings: _ListeningSettings) -> None:
@@ -295,6 +310,8 @@ class Session:
                 )
             self._room.clear()
             await self._room.wait()
+        if utterance is not self._utterances.open:  # it failed meanwhile
+            utterance = self._begin()
         utterance.add(data)
         self._changed.set()
 
@@ -361,8 +378,10 @@ class Session:
             while await self._has_clip(utterance):
                 self._is_writing = True
                 work = partial(next_clip, utterance.head(), utterance.rate, model.config)
+                num_clears = utterance.num_clears
                 (clip,) = await self._sessions.desk.decoded(settings.served, work)
-                utterance.drop(clip)
+                if num_clears == utterance.num_clears:
+                    utterance.drop(clip)
                 self._sessions.desk.take(clip.samples.nbytes)
                 try:
                     async with asyncio.timeout(state.options.request_timeout):

@@ -33,6 +33,7 @@ class Utterance:
     num_samples: int = 0  # that ever came
     is_streamed: bool = False  # clips are taken before it is committed
     is_committed: bool = False
+    num_clears: int = 0
 
     def add(self, data: bytes) -> None:
         self.pcm += data
@@ -42,6 +43,7 @@ class Utterance:
         """What no clip has taken."""
         self.num_samples -= len(self.pcm) // WIDTH
         self.pcm.clear()
+        self.num_clears += 1
 
     @property
     def seconds(self) -> float:
