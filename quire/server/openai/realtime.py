@@ -148,7 +148,7 @@ class Sessions:
 
     async def settings(self, name: str | None) -> _ListeningSettings:
         state = self._state
-        served = state.served.get(name) or await state.adapters.find(name)
+        served = await state.adapters.find(name)
         return _ListeningSettings(served, await self._desk.model(served), VllmWire.rate)
 
     @property
@@ -249,7 +249,7 @@ class Session:
             raise InputError("events are text frames with JSON, and this frame is binary", param="type")
         if len(text) < LONG_TEXT:
             return _read(text)
-        return await self._sessions.state.engine.lanes.run(len(text), _read, text)
+        return await self._settings.served.engine.lanes.run(len(text), _read, text)
 
     async def _take(self, event: ClientEvent, data: bytes) -> None:
         match event.type:
