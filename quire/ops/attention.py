@@ -36,12 +36,7 @@ def padded_attention(
         mask = torch.full(shape, float("-inf"), device=q.device).triu_(1) if mask is None else mask
     if batch * heads * m * length > MAX_SCORES and m > 1:
         return _in_slices(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
-    folded = q.reshape(batch, kv_heads, heads // kv_heads * m, -1)
-    scores = torch.matmul(folded.float(), k.float().transpose(-1, -2)).mul_(scale).view(batch, heads, m, length)
-    if softcap:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if mask is not None:
-        scores = scores + mask
+    scores = _scores(q, k, mask, scale=scale, softcap=softcap)
     if sinks is None:
         weights = scores.softmax(-1)
     else:
@@ -49,6 +44,17 @@ def padded_attention(
         weights = torch.cat((scores, column), -1).softmax(-1)[..., :length]
     weights = weights.view(batch, kv_heads, -1, length)
     return torch.matmul(weights, v.float()).view(batch, heads, m, -1).to(q.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float, softcap: float) -> Tensor:
+    """[batch, heads, m, length] float32: what softmax is taken of."""
+    batch, heads, m, _ = q.shape
+    kv_heads, length = k.shape[1], k.shape[2]
+    folded = q.reshape(batch, kv_heads, heads // kv_heads * m, -1)
+    scores = torch.matmul(folded.float(), k.float().transpose(-1, -2)).mul_(scale).view(batch, heads, m, length)
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    return scores if mask is None else scores + mask
 
 
 def _in_slices(
@@ -88,12 +94,7 @@ def partial_attention(
             for part, hidden in zip(q.split(rows, 2), cut, strict=True)
         ]
         return torch.cat([out for out, _ in parts], 2), torch.cat([total for _, total in parts], 2)
-    folded = q.reshape(batch, kv_heads, heads // kv_heads * m, -1)
-    scores = torch.matmul(folded.float(), k.float().transpose(-1, -2)).mul_(scale).view(batch, heads, m, length)
-    if softcap:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if mask is not None:
-        scores = scores + mask
+    scores = _scores(q, k, mask, scale=scale, softcap=softcap)
     total = scores.logsumexp(-1)
     weights = (scores - total.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp_()
     out = torch.matmul(weights.view(batch, kv_heads, -1, length), v.float()).view(batch, heads, m, -1)

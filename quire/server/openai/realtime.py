@@ -65,7 +65,7 @@ _CLOSE_POLICY, _CLOSE_IDLE, _CLOSE_FAULT = 1008, 1001, 1011
 
 @dataclass(frozen=True)
 class _ListeningSettings:
-    """How what is transcription next will be heard."""
+    """How what comes next will be transcribed."""
 
     served: ServedModel
     model: SpeechModel
