@@ -51,7 +51,7 @@ def _compile(folder: Path) -> None:
     # Under `make sanitize` the sanitizer comes first into Python, not into the compiler, which it makes slow and large.
     own = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run(
-        [*COMPILER, *flags, *MORE_FLAGS, *by_machine, *names, *files, *out], check=True, env=own, timeout=300
+        [*COMPILER, *flags, *MORE_FLAGS, *by_machine, *names, *files, *out], check=True, env=own, timeout=1800
     )
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,7 @@ from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.encoder_inputs import EncoderDecoderInputs, EncoderInputs
+    from quire.engine.encoder_inputs import EncoderInputs
     from quire.engine.pooling import PoolingInputs
     from quire.media.inputs import LoadedItem, MediaInputs
     from quire.schema.grammar import GrammarSpec
@@ -57,6 +57,16 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     pooling: PoolingParams | None = None  # of a request that is pooled
     data_parallel_rank: int | None = None  # of the engine that must run it
     encoder_text: str | None = None  # of an encoder-decoder model whose encoder reads text
+    encoder_ids: tuple[int, ...] | None = None
+
+
+class _ReadPrompt(NamedTuple):
+    """What a prompt is for an engine, and what results tell of it."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    media: tuple[MediaItem, ...]
+    encoder_text: str | None = None
     encoder_ids: tuple[int, ...] | None = None
 
 
@@ -139,33 +149,52 @@ class InputProcessor:
             return self._process_pooled(request_id, prompt, params, options)
         if not isinstance(params, ResolvedParams):
             params = self.resolve(params, any_logprobs=options.any_logprobs)
-        media: tuple[MediaItem, ...] = ()
-        pair: EncoderDecoderInputs | None = None
-        has_media = prompt.media is not None or prompt.media_uuids is not None
-        if self._is_encoder_decoder:
-            kwargs = options.tokenization_kwargs or {}
-            pair = self.encoder.read(prompt, self._keep(params, kwargs), kwargs)
-        elif prompt.encoder is not None:
-            raise InputError("the model is no encoder-decoder: it takes no encoder_prompt", param="encoder_prompt")
-        elif has_media and not has_items(prompt):
-            prompt, media = self._place_media(prompt, params, options.tokenization_kwargs or {})
-        if pair is not None:
-            token_ids, media = pair.decoder_ids, (pair.item,)
-        elif prompt.embeds is None:
-            token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
-            if has_media and has_items(prompt):
-                media = self._items(prompt, token_ids)
-        else:
-            media = self._embeds(prompt, params, options.tokenization_kwargs or {})
-            token_ids = (0,) * sum(item.length for item in media)
+        read = self._read(prompt, params, options.tokenization_kwargs or {})
+        token_ids = read.token_ids
         if not token_ids:
             raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
         check_context(self.max_model_len, len(token_ids), params.min_tokens, name="min_tokens")
         self._check_ids("the prompt", token_ids, param="prompt")
-        room = self.max_model_len - len(token_ids)
+        arrival = time.time() if options.arrival is None else options.arrival
+        requests = self._requests(request_id, read, params, options, arrival, prompt.cache_salt)
+        return PreparedRequest(
+            request_id, read.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval,
+            lora_request=options.lora_request, data_parallel_rank=options.data_parallel_rank,
+            encoder_text=read.encoder_text, encoder_ids=read.encoder_ids,
+        )  # fmt: skip
+
+    def _read(self, prompt: Prompt, params: ResolvedParams, kwargs: Mapping[str, Any]) -> _ReadPrompt:
+        """Tokens in the place of text, items in the place of media, vectors in the place of embeddings."""
+        if self._is_encoder_decoder:
+            pair = self.encoder.read(prompt, self._keep(params, kwargs), kwargs)
+            return _ReadPrompt(pair.decoder_text, pair.decoder_ids, (pair.item,), pair.encoder_text, pair.encoder_ids)
+        if prompt.encoder is not None:
+            raise InputError("the model is not an encoder-decoder: it takes no encoder_prompt", param="encoder_prompt")
+        media: tuple[MediaItem, ...] = ()
+        has_media = prompt.media is not None or prompt.media_uuids is not None
+        if has_media and not has_items(prompt):
+            prompt, media = self._place_media(prompt, params, kwargs)
+        if prompt.embeds is not None:
+            media = self._embeds(prompt, params, kwargs)
+            return _ReadPrompt(prompt.text, (0,) * sum(item.length for item in media), media)
+        token_ids = self._token_ids(prompt, params, kwargs)
+        if has_media and has_items(prompt):
+            media = self._items(prompt, token_ids)
+        return _ReadPrompt(prompt.text, token_ids, media)
+
+    def _requests(
+        self,
+        request_id: str,
+        read: _ReadPrompt,
+        params: ResolvedParams,
+        options: Options,
+        arrival: float,
+        cache_salt: str | None,
+    ) -> tuple[EngineRequest, ...]:
+        """One for each of the n answers."""
+        room = self.max_model_len - len(read.token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sibling = params if params.n == 1 else self._sibling_params(params)
-        arrival = time.time() if options.arrival is None else options.arrival
         seed = params.seed if params.seed is not None else options.seed
         seed = self.draw_seed() if seed is None else seed
         # A caller may use an id again as soon as its request has ended here; what the engine still says of the old
@@ -173,37 +202,29 @@ class InputProcessor:
         name = f"{request_id}#{next(self._serials)}{self._mark}"
         headers = dict(options.trace_headers or {})
         lora_id, lora_name, lora_path = self._adapter(options)
-        requests = tuple(
+        return tuple(
             EngineRequest(
                 request_id=name if params.n == 1 else f"{name}.{index}",
-                prompt_token_ids=token_ids,
+                prompt_token_ids=read.token_ids,
                 params=params if index == 0 else sibling,
                 seed=(seed + index) % _SEEDS,
                 max_tokens=max_tokens,
                 eos_token_id=self.eos_token_id,
                 priority=options.priority,
                 arrival=arrival,
-                cache_salt=prompt.cache_salt,
+                cache_salt=cache_salt,
                 tenant=options.tenant,
                 lora_id=lora_id,
                 lora_name=lora_name,
                 lora_path=lora_path,
                 parent_id=None if params.n == 1 else request_id,
-                media=media,
+                media=read.media,
                 trace_headers=headers,
                 continues=options.continues,
                 thinking=options.thinking,
             )
             for index in range(params.n)
         )
-        prepared = PreparedRequest(
-            request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval,
-            lora_request=options.lora_request, data_parallel_rank=options.data_parallel_rank,
-        )  # fmt: skip
-        if pair is None:
-            return prepared
-        read = {"text": pair.decoder_text, "encoder_text": pair.encoder_text, "encoder_ids": pair.encoder_ids}
-        return msgspec.structs.replace(prepared, **read)
 
     def _adapter(self, options: Options) -> tuple[int, str | None, str | None]:
         """(id, name, path) of the adapter that a request brings or names."""
