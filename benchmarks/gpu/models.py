@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/models.py FOLDER
 
-Random weights do the same work as real ones. The shapes are those of Qwen3-0.6B, Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b,
-the last with its experts in MXFP4, as published, and in bf16.
+Random weights do the same work as real ones. The shapes are those of Qwen3-0.6B, Qwen3-8B, Qwen3-30B-A3B and
+gpt-oss-20b, the last with its experts in MXFP4, as published, and in bf16.
 """
 
 from __future__ import annotations
