@@ -148,8 +148,8 @@ def _scan(
     """Iterate over keys [begin, end). `top`: running maximum of the scores (times log2 e), `total`: sum of weights.
 
     Not MASKED: every query attends to every key of the range. Keys outside [first, last) are never read. PAIRS: values
-    are read as pairs of codes, because a matmul wants neighbouring keys beside each other, which there is no instruction
-    for with 8 bits; even and odd entries are summed apart (2: by instructions of the device).
+    are read as pairs of codes, because a matmul wants neighbouring keys beside each other, for which there is no
+    instruction with 8 bits; even and odd entries are summed apart (2: by instructions of the device).
     """
     even, odd = acc, acc
     if PAIRS:
@@ -598,8 +598,9 @@ def attend(
     k_pages, v_pages = pages or (None, None)
     codes = Coding.of(scales, keys.dtype)
     pairs = _pairs(q, values, tiles, codes)
+    read = stored.view(torch.int16) if pairs else stored
     _attend_kernel[(kv_heads, num_items)](
-        out, q, keys, stored.view(torch.int16) if pairs else stored, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums,
+        out, q, keys, read, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums,
         space.counters, None if shared is None else shared.info, rooms.shared_partial, rooms.shared_sums, rule.sinks,
         rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head,
         tables.stride(0), work.flats_in_use, *_factors(rule),
@@ -615,7 +616,8 @@ def _pairs(q: Tensor, values: Tensor | None, tiles: AttentionTile, codes: Coding
     """Whether values are read as pairs of codes (1), and by instructions of the device (2)."""
     if values is None or codes.coding != BY_LAYER or tiles.block_m != 16 or q.element_size() != 2:
         return 0
-    fits = values.shape[3] % 2 == 0 and all(stride % 2 == 0 for stride in values.stride()[:3])
+    odd = (values.shape[3], values.storage_offset(), *values.stride()[:3])
+    fits = not any(number % 2 for number in odd)
     return (2 if q.is_cuda else 1) if fits else 0
 
 
