@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.kv_codes import CacheScales
+from quire.ops.kv_codes import PER_LAYER, CacheScales
 from quire.ops.triton.attention_cache import BY_LAYER, BY_TOKEN, SCALES, Coding
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -614,7 +614,7 @@ def attend(
 
 def _pairs(q: Tensor, values: Tensor | None, tiles: AttentionTile, codes: Coding) -> int:
     """Whether values are read as pairs of codes (1), and by instructions of the device (2)."""
-    if values is None or codes.coding != BY_LAYER or tiles.block_m != 16 or q.element_size() != 2:
+    if values is None or codes.coding != PER_LAYER or tiles.block_m != 16 or q.element_size() != 2:
         return 0
     odd = (values.shape[3], values.storage_offset(), *values.stride()[:3])
     fits = not any(number % 2 for number in odd)
