@@ -234,8 +234,7 @@ def test_grouped_matmuls_of_codes(name, first, each):
         config = tiles[not first]
     constants |= {
         "N": n, "ROUNDED": rounded, "ACT": 0, "FIRST": first, "GATED": first, "DIRECT": False, "PRECISION": "tf32",
-        "SWAP": config.swap, "BM": config.bm, "BN": config.bn, "BK": config.bk, "TILES": 8, "ASM": True,
-        "QUICK": name in ("mxfp4", "nvfp4"),
+        "SWAP": config.swap, "BM": config.bm, "BN": config.bn, "BK": config.bk, "TILES": 8,
     }  # fmt: skip
     found = compiled(moe_coded._coded_kernel, kinds, constants, warps=config.warps, stages=config.stages)
     assert found.metadata.shared <= 227 * 1024
@@ -250,12 +249,12 @@ def test_a_few_rows_of_codes(name, early):
     kinds, constants, n = expert_codes(name, True)
     bn, size, warps = few_config.up
     kinds |= {"x": HALF, "index": WHOLE, "x_stride": "i32", "alpha": "fp32", "limit": "fp32"}
-    constants |= {"N": n, "ROWS": 2 * n, "GATED": True, "ACT": 0, "BN": bn, "B": size, "EARLY": early, "ASM": True}
+    constants |= {"N": n, "ROWS": 2 * n, "GATED": True, "ACT": 0, "BN": bn, "B": size, "EARLY": early}
     compiled(moe_coded_few._up_kernel, kinds, constants, warps=warps, early=early)
     kinds, constants, n = expert_codes(name, False)
     bn, size, warps = few_config.down
     kinds |= {"h": HALF, "index": WHOLE, "weights": WIDE, "stream": HALF}
-    constants |= {"N": n, "ADD": True, "BN": bn, "B": size, "E": constants["TOP_K"], "EARLY": early, "ASM": True}
+    constants |= {"N": n, "ADD": True, "BN": bn, "B": size, "EARLY": early}
     compiled(moe_coded_few._down_kernel, kinds, constants, warps=warps, early=early)
 
 

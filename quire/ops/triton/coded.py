@@ -40,7 +40,6 @@ from quire.ops.parts import Delta
 from quire.ops.rounded import RoundedRows, RowCode
 from quire.ops.triton import norm as norm_kernel
 from quire.ops.triton.act import CLAMPED, MOST_ROUNDED, gated_rounded
-from quire.ops.triton.decode import opened, widened
 from quire.ops.triton.norm import rounded
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -62,7 +61,85 @@ class CodedTile(NamedTuple):
     split: int = 0  # pieces of K at a time, by different warps, where one tile has all rows of x; 0: K is not split
 
 
+def _halves(kind: str) -> str:
+    """Four bytes in a register -> 8 numbers of 16 bits: code + 128 (bf16) or 1024 (f16), less that and the middle."""
+    one, base = ("0x43004300", "0x43084308") if kind == "bf16" else ("0x64006400", "0x64086408")
+    return f"""
+    {{
+    .reg .b32 a, b, c, one, base;
+    mov.b32 one, {one};
+    mov.b32 base, {base};
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    lop3.b32 c, a, 0x000F000F, one, 0xEA;
+    sub.{kind}x2 $0, c, base;
+    lop3.b32 c, b, 0x000F000F, one, 0xEA;
+    sub.{kind}x2 $1, c, base;
+    shr.b32 a, a, 4;
+    shr.b32 b, b, 4;
+    lop3.b32 c, a, 0x000F000F, one, 0xEA;
+    sub.{kind}x2 $2, c, base;
+    lop3.b32 c, b, 0x000F000F, one, 0xEA;
+    sub.{kind}x2 $3, c, base;
+    }}
+    """
+
+
+# Four e4m3 codes in a register -> 4 of bf16: exponent and mantissa in the places of bf16's, whose exponent is 120 more.
+# The instruction that the compiler takes goes by way of float32, at a sixteenth of the rate of these.
+_E4M3 = tl.constexpr("""
+    {
+    .reg .b32 a, b, c, d, by;
+    mov.b32 by, 0x7B807B80;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    and.b32 c, a, 0x7F007F00;
+    and.b32 d, b, 0x7F007F00;
+    shr.b32 c, c, 4;
+    shr.b32 d, d, 4;
+    lop3.b32 c, a, 0x80008000, c, 0xEA;
+    lop3.b32 d, b, 0x80008000, d, 0xEA;
+    mul.bf16x2 $0, c, by;
+    mul.bf16x2 $1, d, by;
+    }
+""")
+_BF16_HALVES, _F16_HALVES = tl.constexpr(_halves("bf16")), tl.constexpr(_halves("f16"))
 _MIDDLE = tl.constexpr(float(coded_ops.MIDDLE))
+
+
+@triton.jit
+def _e2m1(code, KIND: tl.constexpr):
+    """Codes of 4 bits as numbers: exponent and mantissa moved to those of float32, which are 126 too low."""
+    bits = ((code & 8).to(tl.uint32) << 28) | ((code & 7).to(tl.uint32) << 22)
+    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(KIND)
+
+
+@triton.jit
+def _opened(packed, KIND: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr):
+    """Both halves of bytes as numbers of KIND: whole ones less MIDDLE."""
+    if FLOAT:
+        low, high = _e2m1(packed & 15, KIND), _e2m1(packed >> 4, KIND)
+    elif ASM and tl.bfloat16 == KIND:
+        low, high = tl.inline_asm_elementwise(
+            _BF16_HALVES, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    elif ASM:
+        low, high = tl.inline_asm_elementwise(
+            _F16_HALVES, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low, high = (packed & 15).to(KIND) - _MIDDLE, (packed >> 4).to(KIND) - _MIDDLE
+    return low.to(KIND), high.to(KIND)
+
+
+@triton.jit
+def _widened(tile, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Codes of 8 bits as numbers of KIND."""
+    if ASM and tl.bfloat16 == KIND and tile.dtype == tl.float8e4nv:
+        return tl.inline_asm_elementwise(
+            _E4M3, "=r,=r,r", [tile.to(tl.uint8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    return tile.to(KIND)
 
 
 @triton.jit
@@ -111,7 +188,7 @@ def _coded_kernel(
         at = codes + n.to(tl.int64)[:, None] * HALF + j[None, :]
         for chunk in range(0, K // (2 * HALF)):
             packed = tl.load(at, mask=inside, other=0.0)
-            low, high = opened(packed, kind, FLOAT, ASM)
+            low, high = _opened(packed, kind, FLOAT, ASM)
             start = chunk * 2 * HALF
             if ZERO:
                 less = (_of_group(zero, n, start // GROUP, N) - _MIDDLE).to(kind)[:, None]
@@ -142,7 +219,7 @@ def _coded_kernel(
             else:
                 tile = tl.load(at, mask=inside & (k < K - start)[None, :], other=0.0)
             if FORM == 1:
-                tile = widened(tile, kind, ASM)
+                tile = _widened(tile, kind, ASM)
             if ZERO:
                 tile = tile - _of_group(zero, n, start // GROUP, N).to(kind)[:, None]
             inputs = _inputs(x, m, start + k, rows, x_stride, K, BK)
@@ -224,7 +301,7 @@ def _few_coded_kernel(
         group = (start + split) * PIECE // GROUP
         ahead = (start + SPLIT + split) * PIECE // GROUP
         if FORM == 2:
-            low, high = opened(tile, kind, FLOAT, ASM)
+            low, high = _opened(tile, kind, FLOAT, ASM)
             second = tl.load(x_at + HALF, mask=there, other=0.0)
             if ZERO:
                 less = (_scales_of(zero, n, group, last, N) - _MIDDLE).to(kind)[:, :, None]
@@ -241,7 +318,7 @@ def _few_coded_kernel(
             else:
                 acc += tl.dot(high, second, tl.dot(low, inputs)) * by[:, :, None]
         else:
-            wide = widened(tile, kind, ASM)
+            wide = _widened(tile, kind, ASM)
             if ZERO:
                 wide = wide - _scales_of(zero, n, group, last, N).to(kind)[:, :, None]
             if GROUP == K:
@@ -275,7 +352,7 @@ def _decode_kernel(
     if FORM == 2:
         j = tl.arange(0, HALF)
         packed = tl.load(codes + step.to(tl.int64) * N * HALF + row * HALF + j[None, :], mask=inside, other=0.0)
-        low, high = opened(packed, kind, FLOAT, ASM)
+        low, high = _opened(packed, kind, FLOAT, ASM)
         start = step * 2 * HALF
         first, second = _of_group(scale, n, start // GROUP, N), _of_group(scale, n, (start + HALF) // GROUP, N)
         less = tl.zeros((BN,), tl.float32)

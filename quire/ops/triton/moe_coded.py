@@ -25,14 +25,13 @@ from torch import Tensor
 from quire.ops.coded_experts import ExpertCodes
 from quire.ops.triton import moe, moe_coded_few, moe_few
 from quire.ops.triton.act import gate_up
-from quire.ops.triton.decode import opened, scales_at, spread, values_of, widened, zeros_at
+from quire.ops.triton.decode import scales_at, spread, values_of, zeros_at
 from quire.ops.triton.moe_coded_few import CodedFewConfig, constants
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 ROUND_FROM = 96  # average pairs per expert, from which inputs are rounded to 8 bits
 GROUP = 128  # columns of an input that share a scale, if those of the weights do
 _LARGEST = 448.0  # of e4m3
-_SHORT = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16)  # dtypes of scales with at most 8 significant bits
 
 
 class CodedTileConfig(NamedTuple):
@@ -113,7 +112,6 @@ def _by_tokens(acc, s, SWAP: tl.constexpr):
 def _sum_bytes(
     acc, a, a_scale, w, scale, source, rows, grid, K: tl.constexpr, GRID_K: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr, ROUNDED: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
-    ASM: tl.constexpr,
 ):  # fmt: skip
     """Codes of 8 bits. SCALED: BLOCK_K is a multiple of BK. ROUNDED: rows of `a` are codes too, with a scale for each
     128 columns if the weights have some for blocks, else one."""
@@ -128,7 +126,7 @@ def _sum_bytes(
             x = tl.load(a_at, mask=(k < K - start)[None, :], other=0.0)
             y = tl.load(w_at, mask=(k < K - start)[None, :], other=0.0)
         if not ROUNDED:
-            y = widened(y, x.dtype, ASM)
+            y = y.to(x.dtype)
         if SCALED:
             part = _times(x, y, tl.zeros_like(acc), SWAP, PRECISION)
             part = _by_rows(part, scales_at(scale, grid + start // BLOCK_K, None), SWAP)
@@ -162,22 +160,12 @@ def _half(
 
 
 @triton.jit
-def _scaled(y, scale, grid, start, BLOCK_K: tl.constexpr, R: tl.constexpr):
-    """Numbers [R, 64] of bfloat16, from column `start` on, times the scales of their groups."""
-    groups: tl.constexpr = 64 // BLOCK_K
-    at = grid[:, None] + (start // BLOCK_K + tl.arange(0, groups))[None, :]
-    by = spread(scales_at(scale, at, None).to(y.dtype), R, groups, BLOCK_K)
-    return tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [y, by], dtype=y.dtype, is_pure=True, pack=2)
-
-
-@triton.jit
 def _sum_halves(
     acc, a, w, scale, zero, source, rows, grid, K: tl.constexpr, BYTES: tl.constexpr, GRID_K: tl.constexpr,
     BLOCK_K: tl.constexpr, FORM: tl.constexpr, ZERO: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
-    R: tl.constexpr, QUICK: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
-    """Codes of 4 bits, in chunks of 128 columns: low halves are the first 64, high halves the others. QUICK: opened by
-    instructions of the device, to numbers whose products with their scales bfloat16 rounds as it should."""
+    """Codes of 4 bits, in chunks of 128 columns: low halves are the first 64, high halves the others."""
     k = tl.arange(0, 64)
     a_at = a + source[:, None] * K + k[None, :]
     w_at = w + rows[:, None] * BYTES + k[None, :]
@@ -188,14 +176,8 @@ def _sum_halves(
         else:
             x_low = tl.load(a_at, mask=(k < K - start)[None, :], other=0.0)
             x_high = tl.load(a_at + 64, mask=(k + 64 < K - start)[None, :], other=0.0)
-        if QUICK:
-            low, high = opened(both, x_low.dtype, FORM == 1, True)
-            if BLOCK_K < 128:
-                low = _scaled(low, scale, grid, start, BLOCK_K, R)
-                high = _scaled(high, scale, grid, start + 64, BLOCK_K, R)
-        else:
-            low = _half(both, scale, zero, grid, start, 0, GRID_K, BLOCK_K, FORM, ZERO, R).to(x_low.dtype)
-            high = _half(both, scale, zero, grid, start, 1, GRID_K, BLOCK_K, FORM, ZERO, R).to(x_low.dtype)
+        low = _half(both, scale, zero, grid, start, 0, GRID_K, BLOCK_K, FORM, ZERO, R).to(x_low.dtype)
+        high = _half(both, scale, zero, grid, start, 1, GRID_K, BLOCK_K, FORM, ZERO, R).to(x_low.dtype)
         if BLOCK_K >= 128:
             part = _times(x_low, low, tl.zeros_like(acc), SWAP, PRECISION)
             part = _times(x_high, high, part, SWAP, PRECISION)
@@ -215,8 +197,7 @@ def _coded_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, ROUNDED: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     FIRST: tl.constexpr, GATED: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
-    QUICK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile of pairs times BN columns; FIRST, GATED and DIRECT as in moe.py."""
     columns: tl.constexpr = (N + BN - 1) // BN
@@ -249,12 +230,11 @@ def _coded_kernel(
     acc = tl.zeros((R, BM) if SWAP else (BM, R), tl.float32)
     if FORM == 0:
         acc = _sum_bytes(
-            acc, a, a_scale, w, scale, source, rows, grid, K, GRID_K, BLOCK_K, SCALED, ROUNDED, SWAP, PRECISION, BK, ASM
+            acc, a, a_scale, w, scale, source, rows, grid, K, GRID_K, BLOCK_K, SCALED, ROUNDED, SWAP, PRECISION, BK
         )  # fmt: skip
     else:
         acc = _sum_halves(
-            acc, a, w, scale, zero, source, rows, grid, K, BYTES, GRID_K, BLOCK_K, FORM, ZERO, SWAP, PRECISION, R,
-            QUICK,
+            acc, a, w, scale, zero, source, rows, grid, K, BYTES, GRID_K, BLOCK_K, FORM, ZERO, SWAP, PRECISION, R
         )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
@@ -287,22 +267,9 @@ def product(
         w.row_scale, bias, out, tiles.order, tiles.expert, tiles.start, tiles.end, most_tiles, alpha, limit,
         N=n, **constants(w), ROUNDED=rounded is not None, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first,
         GATED=gated, DIRECT=tiles.direct, PRECISION="ieee" if a.dtype is torch.float32 else "tf32", SWAP=config.swap,
-        BM=config.bm, BN=config.bn, BK=config.bk, TILES=8, ASM=a.is_cuda, QUICK=_is_quick(a, w),
-        num_warps=config.warps, num_stages=config.stages,
+        BM=config.bm, BN=config.bn, BK=config.bk, TILES=8, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
-
-
-def _is_quick(a: Tensor, w: ExpertCodes) -> bool:
-    """Whether 4-bit codes are opened by instructions of the device, and multiplied by their scales in bfloat16: these
-    then have few enough bits."""
-    return (
-        a.is_cuda
-        and a.dtype is torch.bfloat16
-        and w.form != "e4m3"
-        and w.zero is None
-        and (w.scale is None or w.block[1] >= 128 or w.scale.dtype in _SHORT)
-    )
 
 
 def configs_of(

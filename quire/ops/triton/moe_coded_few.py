@@ -3,8 +3,7 @@
     _up_kernel    grid (pairs, columns of F):  h[pair] = act(x[token] w1[expert])
     _down_kernel  grid (tokens, columns):      out[token] = stream + sum over its k of weight * (h[pair] w2[expert])
 
-A row is summed in float32, 16 columns at a time, whose sum is multiplied by the scale of their block; the scale of the
-row comes last.
+A row is summed in float32 after each number was multiplied by the scale of its block; the scale of the row comes last.
 Floor: 3 dim F codes a pair. 2048 x 768, k = 8, 1 token: 38 MB in 8 bits, 9 us; 2880 x 2880, k = 4, 4 bits with a byte
 for each 32: 53 MB, 12 us.
 """
@@ -21,87 +20,81 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.coded_experts import ExpertCodes
 from quire.ops.triton.act import gate_up
-from quire.ops.triton.decode import CODES, opened, scales_at, zeros_at
+from quire.ops.triton.decode import CODES, scales_at, spread, values_of, zeros_at
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 _LEAST_BYTES = 128  # of a row that are read together
 
 
 class CodedFewConfig(NamedTuple):
-    """Result columns, bytes of a row, warps: of the first matmul, then of the second, with four experts a token."""
+    """Result columns, bytes of a row, warps: of the first matmul, then of the second."""
 
-    up: tuple[int, int, int] = (8, 512, 4)
+    up: tuple[int, int, int] = (4, 1024, 4)
     down: tuple[int, int, int] = (4, 512, 4)
 
 
 @triton.jit
-def _load_piece(w, rows, live, start, BYTES: tl.constexpr, B: tl.constexpr):
-    """[E, BN, B] bytes of rows [E, BN]."""
-    at = start + tl.arange(0, B)
-    inside = live[:, :, None] & (at < BYTES)[None, None, :]
-    return tl.load(w + rows[:, :, None] * BYTES + at[None, None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _runs(y, E: tl.constexpr, BN: tl.constexpr, B: tl.constexpr):
-    """Sums of 16 neighbours, which a thread has and which share a scale."""
-    return tl.sum(tl.reshape(y, (E, BN, B // 16, 16)), 3)
-
-
-@triton.jit
-def _run_sums(
-    y, x, scale, zero, grid, live, k, run, GRID_K: tl.constexpr, BLOCK_K: tl.constexpr, K: tl.constexpr,
-    SCALED: tl.constexpr, LESS: tl.constexpr, E: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
+def _bytes_piece(
+    x, w, scale, rows, grid, live, start, GRID_K: tl.constexpr, BLOCK_K: tl.constexpr, K: tl.constexpr,
+    SCALED: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Numbers [E, BN, B] times columns k of the rows at x [E] or [1], summed in runs that begin at columns `run`. LESS: with
-    zero points, of which 8 was subtracted."""
-    inputs = tl.load(x[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
-    part = _runs(y.to(tl.float32) * inputs[:, None, :], E, BN, B)
+    """B columns of codes of 8 bits times those of x: [BN, B]."""
+    k = start + tl.arange(0, B)
+    inside = live[:, None] & (k < K)[None, :]
+    y = tl.load(w + rows[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
     if SCALED:
-        group = run // BLOCK_K
-        at = grid[:, :, None] + group[None, None, :]
-        inside = live[:, :, None] & (group < GRID_K)[None, None, :]
-        if LESS:
-            part -= (zeros_at(zero, at, inside, True) - 8.0) * _runs(inputs[:, None, :], x.shape[0], 1, B)
-        part *= scales_at(scale, at, inside)
-    return part
+        groups: tl.constexpr = B // 128
+        group = (start + tl.arange(0, groups) * 128) // BLOCK_K
+        s = scales_at(scale, grid[:, None] + group[None, :], live[:, None] & (group < GRID_K)[None, :])
+        y = y * spread(s, BN, groups, 128)
+    return y * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _piece_sums(
-    codes, x, scale, zero, grid, live, start, GRID_K: tl.constexpr, BLOCK_K: tl.constexpr, K: tl.constexpr,
-    FORM: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr, E: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
-    ASM: tl.constexpr,
+def _halves_piece(
+    x, w, scale, zero, rows, grid, live, start, GRID_K: tl.constexpr, BLOCK_K: tl.constexpr, K: tl.constexpr,
+    BYTES: tl.constexpr, FORM: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """[E, BN, B / 16]: what the piece that begins at byte `start` adds to the sums."""
-    k, run = start + tl.arange(0, B), start + tl.arange(0, B // 16) * 16
-    if FORM == 0:
-        return _run_sums(codes, x, scale, zero, grid, live, k, run, GRID_K, BLOCK_K, K, SCALED, False, E, BN, B)
-    else:
-        k, run = k // 64 * 128 + k % 64, run // 64 * 128 + run % 64
-        low, high = opened(codes, tl.bfloat16 if ASM else tl.float32, FORM == 1, ASM)
-        part = _run_sums(low, x, scale, zero, grid, live, k, run, GRID_K, BLOCK_K, K, SCALED, ZERO, E, BN, B)
-        part += _run_sums(
-            high, x, scale, zero, grid, live, k + 64, run + 64, GRID_K, BLOCK_K, K, SCALED, ZERO, E, BN, B
-        )  # fmt: skip
-        return part
+    """B bytes, each with two codes, times the columns of x that they belong to: [BN, B]."""
+    at = start + tl.arange(0, B)
+    both = tl.load(w + rows[:, None] * BYTES + at[None, :], mask=live[:, None] & (at < BYTES)[None, :], other=0)
+    size: tl.constexpr = BLOCK_K if BLOCK_K < 64 else 64
+    groups: tl.constexpr = B // size
+    first = start + tl.arange(0, groups) * size
+    first = first // 64 * 128 + first % 64
+    k = at // 64 * 128 + at % 64
+    total = tl.zeros((BN, B), tl.float32)
+    for half in tl.static_range(2):
+        group = (first + half * 64) // BLOCK_K
+        inside = live[:, None] & (group < GRID_K)[None, :]
+        places = grid[:, None] + group[None, :]
+        y = values_of((both.to(tl.int32) >> (4 * half)) & 15, FORM)
+        if FORM == 2:
+            y = y - spread(zeros_at(zero, places, inside, ZERO), BN, groups, size)
+        y = y * spread(scales_at(scale, places, inside), BN, groups, size)
+        column = k + half * 64
+        total += y * tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)[None, :]
+    return total
 
 
 @triton.jit
 def _row_sums(
-    codes, x, w, scale, zero, row_scale, rows, grid, live, K: tl.constexpr, BYTES: tl.constexpr, GRID_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr,
-    E: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, ASM: tl.constexpr,
+    x, w, scale, zero, row_scale, expert, n, live, ROWS: tl.constexpr, K: tl.constexpr, BYTES: tl.constexpr,
+    GRID_N: tl.constexpr, GRID_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr,
+    SCALED: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """[E, BN]: rows times the inputs at x [E] or [1]; `codes`: their first piece. Unrolled, so that reads overlap."""
-    sums = tl.zeros((E, BN, B // 16), tl.float32)
-    for start in tl.static_range(0, BYTES, B):
-        if start > 0:
-            codes = _load_piece(w, rows, live, start, BYTES, B)
-        sums += _piece_sums(
-            codes, x, scale, zero, grid, live, start, GRID_K, BLOCK_K, K, FORM, SCALED, ZERO, E, BN, B, ASM
-        )  # fmt: skip
-    total = tl.sum(sums, 2)
+    """Rows n of an expert's matrix times the row that begins at x: [BN]."""
+    rows = expert * ROWS + n
+    grid = (expert * GRID_N + n // BLOCK_N) * GRID_K
+    sums = tl.zeros((BN, B), tl.float32)
+    for start in range(0, BYTES, B):
+        if FORM == 0:
+            sums += _bytes_piece(x, w, scale, rows, grid, live, start, GRID_K, BLOCK_K, K, SCALED, BN, B)
+        else:
+            sums += _halves_piece(
+                x, w, scale, zero, rows, grid, live, start, GRID_K, BLOCK_K, K, BYTES, FORM, ZERO, BN, B
+            )  # fmt: skip
+    total = tl.sum(sums, 1)
     if BY_ROW:
         total = total * tl.load(row_scale + rows, mask=live, other=0.0)
     return total
@@ -113,34 +106,32 @@ def _up_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BYTES: tl.constexpr, GRID_N: tl.constexpr,
     GRID_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr,
     ZERO: tl.constexpr, BY_ROW: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    BIAS: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    BIAS: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """GATED: w holds gate rows, then up rows, and N counts results; else N counts all rows and nothing follows."""
-    E: tl.constexpr = 2 if GATED else 1
     pair = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    each = n[None, :] + tl.arange(0, E)[:, None] * N  # rows of gates and of ups
-    live = (n < N)[None, :] & (each >= 0)
+    live = n < N
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(index + pair).to(tl.int64)
-    rows = expert * ROWS + each
-    grid = (expert * GRID_N + each // BLOCK_N) * GRID_K
-    source = x + (pair // TOP_K).to(tl.int64) * x_stride + tl.zeros((1,), tl.int64)
-    codes = _load_piece(w, rows, live, 0, BYTES, B)
+    source = x + (pair // TOP_K).to(tl.int64) * x_stride
     acc = _row_sums(
-        codes, source, w, scale, zero, row_scale, rows, grid, live, K, BYTES, GRID_K, BLOCK_K, FORM, SCALED, ZERO,
-        BY_ROW, E, BN, B, ASM,
+        source, w, scale, zero, row_scale, expert, n, live, ROWS, K, BYTES, GRID_N, GRID_K, BLOCK_N, BLOCK_K, FORM,
+        SCALED, ZERO, BY_ROW, BN, B,
     )  # fmt: skip
     if BIAS:
-        acc += tl.load(bias + rows, mask=live, other=0.0).to(tl.float32)
+        acc += tl.load(bias + expert * ROWS + n, mask=live, other=0.0).to(tl.float32)
     if GATED:
-        gate, up = tl.split(tl.trans(acc))
-        y = gate_up(gate, up, alpha, limit, ACT)
-    else:
-        y = tl.sum(acc, 0)
-    tl.store(out + pair.to(tl.int64) * N + n, y.to(out.dtype.element_ty), mask=n < N)
+        second = _row_sums(
+            source, w, scale, zero, row_scale, expert, n + N, live, ROWS, K, BYTES, GRID_N, GRID_K, BLOCK_N, BLOCK_K,
+            FORM, SCALED, ZERO, BY_ROW, BN, B,
+        )  # fmt: skip
+        if BIAS:
+            second += tl.load(bias + expert * ROWS + n + N, mask=live, other=0.0).to(tl.float32)
+        acc = gate_up(acc, second, alpha, limit, ACT)
+    tl.store(out + pair.to(tl.int64) * N + n, acc.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -149,37 +140,31 @@ def _down_kernel(
     N: tl.constexpr, K: tl.constexpr, BYTES: tl.constexpr, GRID_N: tl.constexpr, GRID_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr,
-    B: tl.constexpr, E: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All experts of a token at once; E: TOP_K, to the next power of two. EARLY: launched right after _up_kernel, which
-    lets this start only when everything before it is done; so the selected experts may be read (bypassing L1) and with
-    them the first piece, before the wait for h."""
+    """One expert of a token after another, unrolled so that their reads overlap."""
     token = tl.program_id(0).to(tl.int64)
-    n, j = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, E)
-    if EARLY:
-        gdc_launch_dependents()
-    kind: tl.constexpr = out.dtype.element_ty
-    chosen = j < TOP_K
-    live = chosen[:, None] & (n < N)[None, :]
-    expert = tl.load(index + token * TOP_K + j, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
-    weight = tl.load(weights + token * TOP_K + j, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
-    rows = expert[:, None] * N + n[None, :]
-    grid = (expert[:, None] * GRID_N + (n // BLOCK_N)[None, :]) * GRID_K
-    codes = _load_piece(w, rows, live, 0, BYTES, B)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    live = n < N
     if EARLY:
         gdc_wait()
-    source = h + tl.where(chosen, token * TOP_K + j, token * TOP_K) * K
-    y = _row_sums(
-        codes, source, w, scale, zero, row_scale, rows, grid, live, K, BYTES, GRID_K, BLOCK_K, FORM, SCALED, ZERO,
-        BY_ROW, E, BN, B, ASM,
-    )  # fmt: skip
-    if BIAS:
-        y += tl.load(bias + rows, mask=live, other=0.0).to(tl.float32)
-    total = tl.sum(tl.where(live, y.to(kind).to(tl.float32) * weight[:, None], 0.0), 0)
+        gdc_launch_dependents()
+    kind: tl.constexpr = out.dtype.element_ty
+    total = tl.zeros((BN,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = token * TOP_K + j
+        expert = tl.load(index + pair).to(tl.int64)
+        y = _row_sums(
+            h + pair * K, w, scale, zero, row_scale, expert, n, live, N, K, BYTES, GRID_N, GRID_K, BLOCK_N, BLOCK_K,
+            FORM, SCALED, ZERO, BY_ROW, BN, B,
+        )  # fmt: skip
+        if BIAS:
+            y += tl.load(bias + expert * N + n, mask=live, other=0.0).to(tl.float32)
+        total += y.to(kind).to(tl.float32) * tl.load(weights + pair).to(tl.float32)
     if ADD:
         total = total.to(kind).to(tl.float32)
-        total += tl.load(stream + token * N + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + token * N + n, total.to(kind), mask=n < N)
+        total += tl.load(stream + token * N + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + token * N + n, total.to(kind), mask=live)
 
 
 def constants(w: ExpertCodes) -> dict[str, int | bool]:
@@ -206,7 +191,7 @@ def up(
     _up_kernel[(index.numel(), cdiv(n, bn))](
         x, index, w1.codes, w1.scale, w1.zero, w1.row_scale, b1, out, x.stride(0), alpha, limit,
         N=n, ROWS=rows, **constants(w1), TOP_K=index.shape[1], GATED=act is not None, ACT=code, BIAS=b1 is not None,
-        BN=bn, B=_size(w1, size), EARLY=early, ASM=x.is_cuda, num_warps=warps, **launch,
+        BN=bn, B=_size(w1, size), EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out
 
@@ -218,15 +203,12 @@ def down(
     """h [T * k, F] -> [T, dim], weighted and summed; `stream` [T, dim] is added."""
     (tokens, top_k), n = index.shape, w2.shape[1]
     bn, size, warps = config.down
-    experts = next_power_of_2(top_k)
-    bn = max(1, bn * 4 // experts)
     out = torch.empty((tokens, n), dtype=h.dtype, device=h.device)
     launch = {"launch_pdl": True} if early else {}
     _down_kernel[(tokens, cdiv(n, bn))](
         h, index, weights, w2.codes, w2.scale, w2.zero, w2.row_scale, b2, stream, out,
-        N=n, **constants(w2), TOP_K=top_k, BIAS=b2 is not None, ADD=stream is not None,
-        BN=bn, B=_size(w2, size), E=experts, EARLY=early, ASM=h.is_cuda, num_warps=warps,
-        **launch,
+        N=n, **constants(w2), TOP_K=top_k, BIAS=b2 is not None, ADD=stream is not None, BN=bn, B=_size(w2, size),
+        EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out
 
