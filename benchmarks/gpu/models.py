@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/models.py FOLDER
 
-Random weights do the same work as real ones. The shapes are those of Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B.
+Random weights do the same work as real ones. The shapes are those of Qwen3-0.6B, Qwen3-8B, Qwen3-30B-A3B and
+gpt-oss-20b, the last with its experts in MXFP4, as published, and in bf16.
 """
 
 from __future__ import annotations
@@ -50,6 +51,20 @@ MODELS = {
         num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
     ),
 }  # fmt: skip
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 64, "vocab_size": 201088,
+    "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "swiglu_limit": 7.0, "attention_bias": True,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "initial_context_length": 4096,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False, "dtype": "bfloat16", "eos_token_id": 200002, "pad_token_id": 199999,
+}  # fmt: skip
+MODELS["gpt-oss-20b-bf16"] = _GPT_OSS
+MODELS["gpt-oss-20b"] = _GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}
 MODELS["qwen3-8b-w4a16"] = MODELS["qwen3-8b"] | {
     "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 }

@@ -113,17 +113,20 @@ def test_checkpoints_of_every_format(name: str, tmp_path: Path) -> None:
     assert same >= len(PROMPTS) - 1  # equal logits of two tokens may go either way
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("how", ONLINE)
-def test_rounded_while_loading(how: str, tmp_path: Path) -> None:
+def test_rounded_while_loading(how: str, dtype: str, tmp_path: Path) -> None:
+    """The numbers of the file are rounded, not what they are in the model's dtype: of 4-bit codes one in 250 would be
+    another, which moves this model by 0.6. In float16 the bound is narrow enough to see that."""
     hf = make_tiny("Qwen3ForCausalLM", tmp_path).float()
-    _, plain = first_logprobs(tmp_path)
-    bound = 2 * error_of(plain, exact_logprobs(hf)) + 0.02
+    _, plain = first_logprobs(tmp_path, dtype=dtype)
+    bound = 3 * error_of(plain, exact_logprobs(hf)) + 0.02
     coder = coder_of(ONLINE[how])
     assert coder is not None
     codes = None
     for name, module in hf.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
-            codes = coder(module.weight.data.bfloat16())
+            codes = coder(module.weight.data)
             numbers = codes.numbers() if isinstance(codes, CodedMatrix) else codes
             if isinstance(numbers, CodedWeight):
                 numbers = decode_weight.reference(numbers, torch.float32)
@@ -132,7 +135,7 @@ def test_rounded_while_loading(how: str, tmp_path: Path) -> None:
     exact = exact_logprobs(hf)  # of what the rounded weights mean
     if isinstance(codes, CodedWeight) and codes.rounds:
         bound += 1.5 * moved_by_rounding(hf, codes, exact)
-    _, found = first_logprobs(tmp_path, quantization=how)
+    _, found = first_logprobs(tmp_path, quantization=how, dtype=dtype)
     assert error_of(found, exact) < bound
 
 

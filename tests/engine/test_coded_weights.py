@@ -131,13 +131,17 @@ def test_numbers_are_rounded_while_they_arrive(tmp_path: Path, form: str, error:
     reload_weights(model, config)
     plain = dict(matrices_of(load_model(EngineArgs(model=str(tmp_path), dtype="float32", device="cpu")
                                         .create_engine_config(), "cpu")))  # fmt: skip
-    matrices = coded_of(model)
+    matrices, coder = coded_of(model), coder_of(form)
     assert len(matrices) >= 8 and not any("head" in name or "embed" in name for name in matrices)
+    assert coder is not None
     for name, matrix in matrices.items():
         (part,) = matrix.parts.values()
         assert isinstance(part, CodedWeight) and part.kind == form and part.rounds == (form == "fp8")
         wanted = plain[name].numbers
         assert 0 < (matrix.decoded().float() - wanted).norm() < error * wanted.norm()
+        made = coder(wanted)  # the numbers of the file, which is in float32, not those in the model's dtype
+        right = made if isinstance(made, CodedWeight) else device_codes(made)
+        assert torch.equal(decode_weight(part, torch.float32), decode_weight(right, torch.float32))
 
 
 class Peak:

@@ -337,7 +337,7 @@ def test_attention_of_large_heads(group, kind):
             "BLOCK_V": 512, "BLOCK_R": 16, "PAGE": 16, "WINDOW": 0, "CHUNK": 0, "SOFTCAP": False, "SINKS": False,
             "ALIBI": False, "LATENT": False, "TWO_LOOPS": tiles.two_loops, "AHEAD": False, "TMA": False, "SPLIT": True,
             "SHARED_M": chosen.shared.block_m, "CODING": 0, "EARLY": False,
-            "PRECISION": "ieee" if kind == WIDE else "tf32",
+            "PRECISION": "ieee" if kind == WIDE else "tf32", "PAIRS": 0,
         }  # fmt: skip
         made = compiled(
             attention._attend_kernel, kinds, constants, warps=tiles.num_warps, stages=tiles.num_stages,
@@ -376,9 +376,12 @@ def test_attention_over_a_cache_in_8_bits(code, group, size, value, latent):
         else:
             kinds = common | {"out": HALF, "items": WHOLE, "counters": WHOLE, "partial2": WIDE, "sums2": WIDE,
                               "sinks": "none", "held": "i32"}  # fmt: skip
+            pairs = coding == 1 and tiles.block_m == 16 and not latent
+            kinds |= {"values": "*i16"} if pairs else {}
             constants |= {"WINDOW": 0, "CHUNK": 0, "SINKS": False, "TWO_LOOPS": tiles.two_loops, "SPLIT": True,
-                          "SHARED_M": chosen.shared.block_m}  # fmt: skip
+                          "SHARED_M": chosen.shared.block_m, "PAIRS": 2 if pairs else 0}  # fmt: skip
             made = compiled(attention._attend_kernel, kinds, constants, **how)
+            assert not pairs or "ld.shared.b8" not in made.asm["ptx"]  # values are not read byte by byte
         assert made.metadata.shared <= 227 * 1024
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.kv_codes import CacheScales
+from quire.ops.kv_codes import PER_LAYER, CacheScales
 from quire.ops.triton.attention_cache import BY_LAYER, BY_TOKEN, SCALES, Coding
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -105,6 +105,37 @@ def _beside_codes(q, CODING: tl.constexpr):
     return q
 
 
+# Two pairs of neighbouring codes -> the first of each, and the second of each, in float16.
+_E4M3_PAIRS = tl.constexpr("""
+    {
+    .reg .b32 a;
+    .reg .b16 low, high;
+    prmt.b32 a, $2, 0, 0x3120;
+    mov.b32 {low, high}, a;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }
+""")
+_E5M2_PAIRS = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF00;")
+
+
+@triton.jit
+def _each_of(pairs, CODE: tl.constexpr, ASM: tl.constexpr):
+    """Pairs of neighbouring codes, as 16 bits -> the first and the second ones in float16."""
+    if ASM and tl.float8e4nv == CODE:
+        first, second = tl.inline_asm_elementwise(
+            _E4M3_PAIRS, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif ASM:
+        first, second = tl.inline_asm_elementwise(
+            _E5M2_PAIRS, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        first = (pairs & 255).to(tl.uint8).to(CODE, bitcast=True).to(tl.float16)
+        second = ((pairs >> 8) & 255).to(tl.uint8).to(CODE, bitcast=True).to(tl.float16)
+    return first, second
+
+
 @triton.jit
 def _scan(
     acc, top, total, q, q_rest, keys, values, k_scales, v_scales, k_pages, v_pages, head_row, page_rows, table,
@@ -112,12 +143,17 @@ def _scan(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, CODING: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Iterate over keys [begin, end). `top`: running maximum of the scores (times log2 e), `total`: sum of weights.
 
-    Not MASKED: every query attends to every key of the range. Keys outside [first, last) are never read.
+    Not MASKED: every query attends to every key of the range. Keys outside [first, last) are never read. PAIRS: values
+    are read as pairs of codes, because a matmul wants neighbouring keys beside each other, for which there is no
+    instruction with 8 bits; even and odd entries are summed apart (2: by instructions of the device).
     """
+    even, odd = acc, acc
+    if PAIRS:
+        even, odd = tl.split(tl.reshape(acc, (acc.shape[0], BLOCK_V // 2, 2)))
     for start in tl.range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         present = (n >= first) & (n < last)
@@ -168,8 +204,12 @@ def _scan(
         p = tl.exp2(s * factor - pivot[:, None])
         alpha = tl.exp2(top - pivot)
         total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        if LATENT:
+        even = even * alpha[:, None]
+        if PAIRS:
+            pairs = _rows(values, (page + offset * DV) // 2, present, DV // 2, BLOCK_V // 2, MASKED)
+            v, v_odd = _each_of(pairs, keys.dtype.element_ty, PAIRS == 2)
+            odd = tl.dot(p.to(q.dtype), v_odd, odd * alpha[:, None])
+        elif LATENT:
             v = k
         elif TMA:
             v = v_pages.load([block * page_rows + head_row + start % PAGE, 0])
@@ -177,9 +217,11 @@ def _scan(
             v = _rows(values, page + offset * DV, present, DV, BLOCK_V, MASKED).to(q.dtype)
         if CODING == BY_TOKEN:
             p *= tl.load(v_scales + scales_at, mask=present, other=0.0)[None, :]
-        acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)
+        even = tl.dot(p.to(q.dtype), v, even, input_precision=PRECISION)
         top = new
-    return acc, top, total
+    if PAIRS:
+        even = tl.interleave(even, odd)
+    return even, top, total
 
 
 @triton.jit
@@ -298,7 +340,7 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, LATENT: tl.constexpr,
     TWO_LOOPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, SHARED_M: tl.constexpr,
-    CODING: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    CODING: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """grid (kv heads, items). SHARED_M: flats of a tile of the shared kernel; 0: no item uses it."""
     if EARLY:
@@ -354,6 +396,8 @@ def _attend_kernel(
     if ALIBI:
         slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * LOG2E
     k_base, v_base, table = keys + kv_head * k_head, values + kv_head * v_head, tables + row.to(tl.int64) * table_stride
+    if PAIRS:
+        v_base = values + kv_head * v_head // 2
     page_rows, head_row = (page_stride // DK).to(tl.int32), kv_head * PAGE
     if CODING == BY_LAYER:
         scale = scale * tl.load(k_scales)
@@ -371,12 +415,12 @@ def _attend_kernel(
                 acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row,
                 page_rows, table, positions, slope, begin, cut, first, last, page_stride, scale_page, scale, cap, DK,
                 DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False, TMA,
-                CODING, PRECISION,
+                CODING, PRECISION, PAIRS,
             )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows,
         table, positions, slope, cut, end, first, last, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
-        BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION,
+        BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION, PAIRS,
     )  # fmt: skip
     if AHEAD:  # last: ptxas does not overlap matmuls if another loop follows
         acc, top, total = _scan_ahead(
@@ -488,7 +532,7 @@ def _shared_kernel(
         acc, top, total = _scan(
             acc, top, total, x, rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows, table,
             positions, slope, begin, end, 0, end, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
-            BLOCK_V, BLOCK_R, PAGE, 0, 0, SOFTCAP, ALIBI, LATENT, False, TMA, CODING, PRECISION,
+            BLOCK_V, BLOCK_R, PAGE, 0, 0, SOFTCAP, ALIBI, LATENT, False, TMA, CODING, PRECISION, 0,
         )  # fmt: skip
     if CODING == BY_LAYER:
         acc *= tl.load(v_scales)
@@ -553,8 +597,10 @@ def attend(
     pages = _pages(q, keys, values, tiles) if two_loops else None
     k_pages, v_pages = pages or (None, None)
     codes = Coding.of(scales, keys.dtype)
+    pairs = _pairs(q, values, tiles, codes)
+    read = stored.view(torch.int16) if pairs else stored
     _attend_kernel[(kv_heads, num_items)](
-        out, q, keys, stored, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums,
+        out, q, keys, read, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums,
         space.counters, None if shared is None else shared.info, rooms.shared_partial, rooms.shared_sums, rule.sinks,
         rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head,
         tables.stride(0), work.flats_in_use, *_factors(rule),
@@ -562,8 +608,17 @@ def attend(
         SOFTCAP=rule.softcap > 0, SINKS=rule.sinks is not None, ALIBI=rule.alibi is not None, LATENT=values is None,
         TWO_LOOPS=two_loops, AHEAD=two_loops and _ahead(q, keys, values, tiles, rule), TMA=pages is not None,
         SPLIT=work.splittable, SHARED_M=0 if shared is None else shared.tiles.block_m, CODING=codes.coding,
-        EARLY=early, **_early(early),
+        EARLY=early, PAIRS=pairs, **_early(early),
     )  # fmt: skip
+
+
+def _pairs(q: Tensor, values: Tensor | None, tiles: AttentionTile, codes: Coding) -> int:
+    """Whether values are read as pairs of codes (1), and by instructions of the device (2)."""
+    if values is None or codes.coding != PER_LAYER or tiles.block_m != 16 or q.element_size() != 2:
+        return 0
+    odd = (values.shape[3], values.storage_offset(), *values.stride()[:3])
+    fits = not any(number % 2 for number in odd)
+    return (2 if q.is_cuda else 1) if fits else 0
 
 
 def _early(early: bool) -> dict[str, bool]:
