@@ -373,6 +373,14 @@ EXECUTE_MODEL_TIMEOUT_SECONDS = Variable(
     "EXECUTE_MODEL_TIMEOUT_SECONDS", 300.0, _seconds_or_never,
     "Seconds after which a step of worker processes that has not ended ends their engine; 0: never.",
 )  # fmt: skip
+JOIN_ALONE = Variable(
+    "JOIN_ALONE", False, _flag,
+    "1: a single worker joins a process group of its own and sums over it as ranks do, to test and measure that.",
+)  # fmt: skip
+SHARE_GPUS = Variable(
+    "SHARE_GPUS", False, _flag,
+    "1: where there are more workers than GPUs, several share one, through gloo and without graphs: slow, for tests.",
+)  # fmt: skip
 NODE_TIMEOUT_S = Variable(
     "NODE_TIMEOUT_S", 1.5, _seconds, "Seconds of silence after which another machine of an engine is taken to be lost."
 )

@@ -1,8 +1,8 @@
 """The ranks of an engine: this worker joins the process group of all of them, and gets its share of the model.
 
 In: which rank of how many, in how many pipeline stages, and the URL at which they meet. Out: a ShardGroup whose sums go
-through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes. World
-size 1 joins nothing. Must not know: models, or how processes were started.
+through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes and
+between ranks that share a GPU, which NCCL refuses. World size 1 joins nothing, unless it is asked to. Must not know: models, or how processes were started.
 """
 
 from __future__ import annotations
@@ -36,28 +36,45 @@ class Joined(NamedTuple):
 
 def join(rank: int, size: int, meeting: str, device: torch.device, stages: int = 1) -> Joined:
     """Returns once all ranks are there. The ranks of a stage follow each other."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backend(device)
     if meeting == LAUNCHED:
         return _join_launched(rank, size, backend)
     _choose_interface(meeting)
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
     distributed.init_process_group(
         backend, init_method=meeting, rank=rank, world_size=size, timeout=limit,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )  # fmt: skip
     share = size // stages
     stage, own = divmod(rank, share)
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        return Joined(ShardGroup(rank, size, _sum_over(None)), None, broadcast=_broadcast_over(None))
+        group = ShardGroup(rank, size, _sum_over(None), captures=backend == "nccl")
+        return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
     reduce: Callable[[Tensor], Tensor] = as_it_is
     broadcast = None
     if share > 1:  # every rank makes the groups of all stages
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
         reduce, broadcast = _sum_over(groups[stage]), _broadcast_over(groups[stage], stage * share)
-    link = _ProcessLink(rank - share, rank + share)
+    link = _link(rank - share, rank + share, backend, device)
     return Joined(ShardGroup(own, share, reduce, stage, stages), link, broadcast=broadcast)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" and not env.SHARE_GPUS.get() else "gloo"
+
+
+def join_alone(device: torch.device) -> Joined:
+    """A process group of one rank, whose sums are made wherever those of several would be."""
+    backend = _backend(device)
+    env.keep_on_this_host()
+    distributed.init_process_group(
+        backend, store=distributed.HashStore(), rank=0, world_size=1, device_id=device if backend == "nccl" else None
+    )
+    _log.info("Rank 0 of 1 (%s): QUIRE_JOIN_ALONE is set", backend)
+    reduce, captures = _sum_over(None), backend == "nccl"
+    return Joined(ShardGroup(reduce=reduce, sums_alone=True, captures=captures), None, broadcast=_broadcast_over(None))
 
 
 def join_engines(
@@ -65,12 +82,12 @@ def join_engines(
 ) -> Joined:
     """Among the ranks of several engines, which have experts together: those of the same pipeline stage, if there are
     several. Returns once all are there."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backend(device)
     _choose_interface(meeting)
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
     distributed.init_process_group(
         backend, init_method=meeting, rank=engine * size + rank, world_size=size * engines, timeout=limit,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )  # fmt: skip
     reduce: Callable[[Tensor], Tensor] = as_it_is
     share, world = size // stages, engine * size + rank
@@ -85,7 +102,7 @@ def join_engines(
     spread = EngineSpread(engine, engines, own, share, across[rank], talks[rank])
     group = ShardGroup(own, share, reduce, stage, stages, spread=spread)
     if stages > 1:
-        return Joined(group, _ProcessLink(world - share, world + share))
+        return Joined(group, _link(world - share, world + share, backend, device))
     return Joined(group, None, broadcast=_broadcast_over(None))
 
 
@@ -103,7 +120,8 @@ def _join_launched(rank: int, size: int, backend: str) -> Joined:
     talks = [distributed.new_group(ranks, timeout=limit, backend="gloo") for ranks in engines]
     own = distributed.get_rank() // size
     _log.info("Rank %d of %d, launched from outside (%s)", rank, size, backend)
-    return Joined(ShardGroup(rank, size, _sum_over(groups[own])), None, _gather_over(talks[own]))
+    group = ShardGroup(rank, size, _sum_over(groups[own]), captures=backend == "nccl")
+    return Joined(group, None, _gather_over(talks[own]))
 
 
 def _gather_over(group: Any) -> Callable[[int], list[int]]:
@@ -143,6 +161,34 @@ class _ProcessLink:
         return sent
 
 
+class _HostLink(_ProcessLink):
+    """Through the host's memory, the only one that gloo sends from."""
+
+    def receive(self, into: Tensor) -> None:
+        arrived = torch.empty(into.shape, dtype=into.dtype)
+        super().receive(arrived)
+        into.copy_(arrived)
+
+    def send(self, x: Tensor) -> Sent:
+        host = x.cpu()
+        return _SentFromHost(host, super().send(host))
+
+
+class _SentFromHost:
+    """Keeps what is sent until it has arrived."""
+
+    def __init__(self, x: Tensor, sent: Sent) -> None:
+        self._x, self._sent = x, sent
+
+    def wait(self) -> object:
+        return self._sent.wait()
+
+
+def _link(before: int, after: int, backend: str, device: torch.device) -> Link:
+    through_host = backend == "gloo" and device.type == "cuda"
+    return _HostLink(before, after) if through_host else _ProcessLink(before, after)
+
+
 def leave() -> None:
     """Connections are closed; the peers may be gone already."""
     if distributed.is_initialized():
@@ -167,14 +213,22 @@ def _broadcast_over(group: Any, first: int = 0) -> Callable[[Tensor, int], None]
     return broadcast
 
 
-def gpu_of(rank: int, size: int) -> int:
-    """The index of a rank's GPU among those that are visible. ConfigError: there are fewer than ranks."""
+def gpu_of(rank: int, size: int, kv_bytes: int | None = None) -> int:
+    """The index of a rank's GPU among those that are visible. `kv_bytes`: of its cache, as configured. ConfigError:
+    there are fewer than ranks; or they may share, and nothing tells how much each may take."""
     count = torch.cuda.device_count()
-    if rank < count:
+    if rank < count and (size <= count or not env.SHARE_GPUS.get()):
         return rank
-    raise ConfigError(
-        f"worker {rank} of {size} has no GPU: {count} are visible (CUDA_VISIBLE_DEVICES, nvidia-smi), and "
-        "tensor_parallel_size x pipeline_parallel_size x data_parallel_size are needed",
-        param="tensor_parallel_size",
-        value=size,
-    )
+    if not env.SHARE_GPUS.get():
+        raise ConfigError(
+            f"worker {rank} of {size} has no GPU: {count} are visible (CUDA_VISIBLE_DEVICES, nvidia-smi), and "
+            "tensor_parallel_size x pipeline_parallel_size x data_parallel_size are needed",
+            param="tensor_parallel_size",
+            value=size,
+        )
+    if kv_bytes is None:  # what is free cannot be measured while other ranks load
+        raise ConfigError(
+            f"QUIRE_SHARE_GPUS: {size} workers share {count} GPUs; give kv_cache_memory_bytes, the KV cache of each",
+            param="kv_cache_memory_bytes",
+        )
+    return rank % count

@@ -361,6 +361,8 @@ class Worker:
         """Buckets of decode graphs: none on CPU, nor in a pipeline; none larger than what holds every row."""
         if self.device.type == "cpu" or self.group.stages > 1 or not self.get_model().captures:
             return ()
+        if not self.group.captures:
+            return ()
         if self.group.spread is not None:  # how many rows are gathered is another number in each step
             return ()
         compilation = self.config.compilation_config
@@ -522,8 +524,8 @@ class Worker:
         self._model = self._runner = self._adapters = self._drafter = self._encoder = None
         self._scaled = {}
         self.forward = self.sample = _no_runner
-        has_peers = not self.group.is_alone or self.group.spread is not None
-        if has_peers and self._gather is None:  # else the process group is the program's
+        has_joined = not self.group.is_alone or self.group.spread is not None or self.group.sums_alone
+        if has_joined and self._gather is None:  # else the process group is the program's
             from quire.worker.ranks import leave  # lazy
 
             leave()
