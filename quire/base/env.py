@@ -329,6 +329,10 @@ RESPONSES_STORE_COUNT = Variable("RESPONSES_STORE_COUNT", 1024, _above_zero, "Mo
 RESPONSES_STORE_BYTES = Variable(
     "RESPONSES_STORE_BYTES", 256 << 20, _above_zero, "Most bytes of the answers that are kept, as JSON."
 )
+HTTP_TIMEOUT_KEEP_ALIVE = Variable(
+    "HTTP_TIMEOUT_KEEP_ALIVE", 75, _above_zero,
+    "Seconds after which the server closes an idle connection; longer than clients and proxies keep theirs.",
+)  # fmt: skip
 IMAGE_FETCH_TIMEOUT = Variable("IMAGE_FETCH_TIMEOUT", 5.0, _seconds, "Seconds that fetching an image may take.")
 VIDEO_FETCH_TIMEOUT = Variable("VIDEO_FETCH_TIMEOUT", 30.0, _seconds, "Seconds that fetching a video may take.")
 AUDIO_FETCH_TIMEOUT = Variable("AUDIO_FETCH_TIMEOUT", 10.0, _seconds, "Seconds that fetching audio may take.")

@@ -2,7 +2,8 @@
 
 In: which rank of how many, in how many pipeline stages, and the URL at which they meet. Out: a ShardGroup whose sums go
 through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes and
-between ranks that share a GPU, which NCCL refuses. World size 1 joins nothing, unless it is asked to. Must not know: models, or how processes were started.
+between ranks that share a GPU, which NCCL refuses. World size 1 joins nothing, unless it is asked to. Must not know:
+models, or how processes were started.
 """
 
 from __future__ import annotations

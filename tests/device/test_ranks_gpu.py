@@ -1,5 +1,5 @@
-"""Ranks on a GPU: sums of a process group as parts of CUDA graphs; and several ranks that share one GPU, so that the code
-of ranks runs on CUDA where there are no more GPUs. Tokens are those of one worker without a group."""
+"""Ranks on a GPU: sums of a process group as parts of CUDA graphs; and several ranks that share one GPU, so that what
+ranks do runs on CUDA where there are no more GPUs. Tokens are those of one worker without a group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base import env
-from quire.schema.errors import ConfigError, EngineDeadError
+from quire.schema.errors import EngineDeadError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import VOCAB, make_tiny
@@ -91,7 +91,7 @@ def test_a_killed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     llm = LLM(str(tmp_path), tensor_parallel_size=2, **COMMON)
     try:
         os.kill(llm.collective_rpc("tests.rank_probe:pid_of")[1], signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="worker 1 .*killed by SIGKILL"):
+        with pytest.raises(EngineDeadError, match=r"worker 1 .*killed by SIGKILL"):
             tokens_of(llm)
     finally:
         llm.close()
