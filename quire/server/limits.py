@@ -89,16 +89,19 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._body_began = self.loop.time()
                 self._body_timer = self.loop.call_later(self.body_seconds, self._look_at_body)
         elif (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None:
-            self._start_timer()  # empty lines between two requests: nothing has begun, and nothing else waits
+            self._wait_for_request()  # what came was the rest of an answered request, or empty lines
 
     def timeout_keep_alive_handler(self) -> None:
         """An event loop that was busy runs its timers before it reads what has come meanwhile. Closing over unread bytes
         would reset the connection, and the client could not know whether its request was heard."""
         if self._has_unread():
-            again = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-            self.timeout_keep_alive_task = again
+            self._wait_for_request()
         else:
             super().timeout_keep_alive_handler()
+
+    def _wait_for_request(self) -> None:
+        until = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = until
 
     def _has_unread(self) -> bool:
         waiting = select.poll()

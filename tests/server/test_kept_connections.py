@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ import uvloop
 
 from quire.base import env
 from quire.config.server import server_config
-from quire.server import limits
 from quire.server.limits import limited_protocol
 
 KEPT_SECONDS = 1
@@ -73,24 +73,28 @@ def answer(connection: http.client.HTTPConnection) -> bytes:
 
 
 def test_a_request_that_has_arrived_when_time_is_up_is_answered(server: Server) -> None:
-    """The loop is kept busy from before the end of that time until the request lies in the socket: what it then runs
-    first is the timer."""
-    connection = server.connect()
-    assert ask(connection) == b"ok"
+    """The loop is kept busy while it reads from another connection, until the time is up and the request lies in the
+    socket: what it runs next is the timer."""
     busy, sent = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        busy.set()
-        assert sent.wait(60)
+    class Busy(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            busy.set()
+            assert sent.wait(60)
 
-    server.loop.call_soon_threadsafe(hold)
-    assert busy.wait(60)
-    connection.request("POST", "/", body=b"{}")
-    time.sleep(KEPT_SECONDS + 0.2)
-    sent.set()
-    assert answer(connection) == b"ok"
+    opened = asyncio.run_coroutine_threadsafe(server.loop.create_server(Busy, "127.0.0.1", 0), server.loop).result(60)
+    connection = server.connect()
+    assert ask(connection) == b"ok"
+    with socket.create_connection(opened.sockets[0].getsockname()) as other:
+        other.sendall(b"x")
+        assert busy.wait(60)
+        connection.request("POST", "/", body=b"{}")
+        time.sleep(KEPT_SECONDS + 0.2)
+        sent.set()
+        assert answer(connection) == b"ok"
     assert ask(connection) == b"ok"  # and it is kept further on
     connection.close()
+    server.loop.call_soon_threadsafe(opened.close)
 
 
 def test_an_idle_connection_is_closed(server: Server) -> None:
@@ -99,11 +103,14 @@ def test_an_idle_connection_is_closed(server: Server) -> None:
     assert connection.sock.recv(1) == b""
 
 
-def test_empty_lines_do_not_keep_a_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEAD_SECONDS", 0.2)
+@pytest.mark.parametrize("later", [b"\r\n", b"{}"], ids=["an empty line", "the rest of an answered request"])
+def test_what_is_no_request_does_not_keep_a_connection(server: Server, later: bytes) -> None:
     connection = server.connect()
-    assert ask(connection) == b"ok"
-    connection.sock.sendall(b"\r\n")
+    connection.putrequest("POST", "/")
+    connection.putheader("Content-Length", str(len(later.strip())))
+    connection.endheaders()
+    assert answer(connection) == b"ok"
+    connection.sock.sendall(later)
     assert connection.sock.recv(1) == b""
 
 
