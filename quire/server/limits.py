@@ -92,8 +92,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait_for_request()  # what came was the rest of an answered request, or empty lines
 
     def timeout_keep_alive_handler(self) -> None:
-        """An event loop that was busy runs its timers before it reads what has come meanwhile. Closing over unread bytes
-        would reset the connection, and the client could not know whether its request was heard."""
+        """A loop that was busy runs its timers before it reads what has come meanwhile. Closing over unread bytes would
+        reset the connection, and the client could not know whether its request was heard."""
         if self._has_unread():
             self._wait_for_request()
         else:

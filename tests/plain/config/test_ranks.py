@@ -143,15 +143,15 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: 
 def test_batch_invariant_contexts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
     env.forget_all()
-    with pytest.raises(NotBuiltError, match="size=2 is not built for batch-invariant mode"):
+    with pytest.raises(NotBuiltError, match=r"size=2 is not built for batch-invariant mode"):
         resolve(tmp_path, **DIVIDED)
 
 
 def test_contexts_are_divided_among_ranks_with_the_same_heads_of_keys(tmp_path: Path) -> None:
     pair = {"num_key_value_heads": 2}
-    with pytest.raises(ConfigError, match="size=2 .* it must divide tensor_parallel_size=2 / 2 heads of keys"):
+    with pytest.raises(ConfigError, match=r"size=2 .* it must divide tensor_parallel_size=2 / 2 heads of keys"):
         resolve(tmp_path, model=pair, **DIVIDED)
-    with pytest.raises(ConfigError, match="size=4 .* it must divide tensor_parallel_size=4 / 2 heads of keys"):
+    with pytest.raises(ConfigError, match=r"size=4 .* it must divide tensor_parallel_size=4 / 2 heads of keys"):
         resolve(tmp_path, model=pair, tensor_parallel_size=4, decode_context_parallel_size=4)
     assert resolve(tmp_path, model=pair, tensor_parallel_size=4, decode_context_parallel_size=2).world_size == 4
     latent = {"num_key_value_heads": 4, "kv_lora_rank": 16}
