@@ -236,9 +236,7 @@ def _why_apart(config: EngineConfig) -> str:
 def _check_launched(config: EngineConfig) -> None:
     """The ranks' own engines must plan the same steps, whatever their clocks say."""
     reason = ""
-    if config.parallel_config.pipeline_parallel_size > 1:
-        reason = "pipeline stages are not launched from outside, only the ranks of tensor_parallel_size"
-    elif config.enable_lora:
+    if config.enable_lora:
         reason = "adapters are read in the background, and the ranks would not agree when one is there"
     elif config.scheduler_config.inter_token_latency_goal_ms:
         reason = "inter_token_latency_goal_ms goes by a clock, and each rank has its own"

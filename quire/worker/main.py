@@ -119,7 +119,7 @@ def build_worker(
     group = replace(
         joined.group, placement=placement, redundant=redundant, broadcast=moves, context=_context_of(parallel)
     )
-    return made(config, device, PARTS, laps, early, group, joined.link, joined.gather)
+    return made(config, device, PARTS, laps, early, group, joined.link, joined.talk)
 
 
 def _context_of(parallel: ParallelConfig) -> ContextRanks | None:

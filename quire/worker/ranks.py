@@ -23,6 +23,7 @@ from quire.quant.shard import ShardGroup, as_it_is
 from quire.schema.errors import ConfigError
 from quire.worker.pipe import Link, Sent
 from quire.worker.spread import EngineSpread
+from quire.worker.talk import RankTalk
 
 _log = logger(__name__)
 LAUNCHED = "env://"  # in place of a meeting: as the variables of a launcher say
@@ -31,7 +32,7 @@ LAUNCHED = "env://"  # in place of a meeting: as the variables of a launcher say
 class Joined(NamedTuple):
     group: ShardGroup
     link: Link | None  # None: one stage
-    gather: Callable[[int], list[int]] | None = None  # only where each rank has an engine of its own
+    talk: RankTalk | None = None  # only where each rank has an engine of its own
     broadcast: Callable[[Tensor, int], None] | None = None  # of one of the ranks that share experts, to all of them
 
 
@@ -39,7 +40,7 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     """Returns once all ranks are there. The ranks of a stage follow each other."""
     backend = _backend(device)
     if meeting == LAUNCHED:
-        return _join_launched(rank, size, backend)
+        return _join_launched(rank, size, backend, device, stages)
     _choose_interface(meeting)
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
     distributed.init_process_group(
@@ -50,11 +51,11 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     stage, own = divmod(rank, share)
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        group = ShardGroup(rank, size, _sum_over(None), captures=backend == "nccl")
+        reduce = _peer_sum(rank, size, device) if meeting.startswith("file:") else None
+        group = ShardGroup(rank, size, reduce or _sum_over(None), captures=backend == "nccl")
         return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
-    reduce: Callable[[Tensor], Tensor] = as_it_is
-    broadcast = None
+    broadcast, reduce = None, as_it_is
     if share > 1:  # every rank makes the groups of all stages
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
         reduce, broadcast = _sum_over(groups[stage]), _broadcast_over(groups[stage], stage * share)
@@ -66,6 +67,16 @@ def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and not env.SHARE_GPUS.get() else "gloo"
 
 
+def _peer_sum(rank: int, size: int, device: torch.device) -> Callable[[Tensor], Tensor] | None:
+    """None: sums go through the process group."""
+    if not env.PEER_SUMS.get() or _backend(device) != "nccl":
+        return None
+    from quire.worker.peer_sum import PeerSum  # lazy
+
+    made: Callable[[Tensor], Tensor] = PeerSum(rank, size, device)
+    return made
+
+
 def join_alone(device: torch.device) -> Joined:
     """A process group of one rank, whose sums are made wherever those of several would be."""
     backend = _backend(device)
@@ -74,7 +85,7 @@ def join_alone(device: torch.device) -> Joined:
         backend, store=distributed.HashStore(), rank=0, world_size=1, device_id=device if backend == "nccl" else None
     )
     _log.info("Rank 0 of 1 (%s): QUIRE_JOIN_ALONE is set", backend)
-    reduce, captures = _sum_over(None), backend == "nccl"
+    reduce, captures = _peer_sum(0, 1, device) or _sum_over(None), backend == "nccl"
     return Joined(ShardGroup(reduce=reduce, sums_alone=True, captures=captures), None, broadcast=_broadcast_over(None))
 
 
@@ -107,7 +118,7 @@ def join_engines(
     return Joined(group, None, broadcast=_broadcast_over(None))
 
 
-def _join_launched(rank: int, size: int, backend: str) -> Joined:
+def _join_launched(rank: int, size: int, backend: str, device: torch.device, stages: int) -> Joined:
     """Among programs that a launcher has started, which may be ranks of several engines, one after another. A process
     group that the program has made already is used."""
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
@@ -115,25 +126,22 @@ def _join_launched(rank: int, size: int, backend: str) -> Joined:
         if env.LOCAL_WORLD_SIZE.get() in (None, env.WORLD_SIZE.get()):
             env.keep_on_this_host()
         distributed.init_process_group(backend, init_method=LAUNCHED, timeout=limit)
-    total = distributed.get_world_size()
-    engines = [range(first, first + size) for first in range(0, total, size)]
-    groups = [distributed.new_group(ranks, timeout=limit, backend=backend) for ranks in engines]
-    talks = [distributed.new_group(ranks, timeout=limit, backend="gloo") for ranks in engines]
-    own = distributed.get_rank() // size
-    _log.info("Rank %d of %d, launched from outside (%s)", rank, size, backend)
-    group = ShardGroup(rank, size, _sum_over(groups[own]), captures=backend == "nccl")
-    return Joined(group, None, _gather_over(talks[own]))
+    total, world, share = distributed.get_world_size(), distributed.get_rank(), size // stages
 
+    def groups_of(count: int, kind: str) -> Any:
+        """Every rank makes the groups of all, so many ranks in each; that of this one."""
+        firsts = range(0, total, count)
+        return [distributed.new_group(range(f, f + count), timeout=limit, backend=kind) for f in firsts][world // count]
 
-def _gather_over(group: Any) -> Callable[[int], list[int]]:
-    def gather(number: int) -> list[int]:
-        """What each rank says, by rank."""
-        own = torch.tensor([number], dtype=torch.int64)
-        numbers = [torch.zeros_like(own) for _ in range(distributed.get_world_size(group))]
-        distributed.all_gather(numbers, own, group=group)
-        return [int(one) for one in numbers]
-
-    return gather
+    own, talk = groups_of(size, backend), groups_of(size, "gloo")
+    within = own if stages == 1 else groups_of(share, backend)
+    stage, at = divmod(rank, share)
+    _log.info("Rank %d of %d in pipeline stage %d of %d, launched from outside (%s)", at, share, stage, stages, backend)
+    reduce = _sum_over(within) if share > 1 else as_it_is
+    group = ShardGroup(at, share, reduce, stage, stages, captures=backend == "nccl")
+    link = None if stages == 1 else _link(world - share, world + share, backend, device, own)
+    first = world - rank
+    return Joined(group, link, RankTalk(talk, range(first, first + size), share))
 
 
 def _choose_interface(meeting: str) -> None:
@@ -150,14 +158,14 @@ def _choose_interface(meeting: str) -> None:
 class _ProcessLink:
     """To the ranks of the same number in the neighbouring stages."""
 
-    def __init__(self, before: int, after: int) -> None:
-        self._before, self._after = before, after
+    def __init__(self, before: int, after: int, group: Any) -> None:
+        self._before, self._after, self._group = before, after, group
 
     def receive(self, into: Tensor) -> None:
-        distributed.recv(into.view(torch.uint8), self._before)
+        distributed.recv(into.view(torch.uint8), self._before, group=self._group)
 
     def send(self, x: Tensor) -> Sent:
-        sent = distributed.isend(x.view(torch.uint8), self._after)
+        sent = distributed.isend(x.view(torch.uint8), self._after, group=self._group)
         assert sent is not None  # this rank is in the group
         return sent
 
@@ -185,9 +193,9 @@ class _SentFromHost:
         return self._sent.wait()
 
 
-def _link(before: int, after: int, backend: str, device: torch.device) -> Link:
+def _link(before: int, after: int, backend: str, device: torch.device, group: Any = None) -> Link:
     through_host = backend == "gloo" and device.type == "cuda"
-    return _HostLink(before, after) if through_host else _ProcessLink(before, after)
+    return _HostLink(before, after, group) if through_host else _ProcessLink(before, after, group)
 
 
 def leave() -> None:

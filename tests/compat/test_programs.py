@@ -259,14 +259,27 @@ def test_data_parallel(tmp_path: Path) -> None:
     assert sorted(lines) == sorted((str(i % 2), f"Prompt number {i}", str([8, 12][i % 2])) for i in range(5))
 
 
-def test_torchrun(model: str) -> None:
-    """Every rank runs the program, and has every answer."""
-    program = str(PROGRAMS / "torchrun_example.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, model]
+def torchrun(program: str, count: int, *words: str) -> str:
+    path = str(PROGRAMS / f"{program}.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", path, *words]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert quoted(done.stdout, "Prompt") == PROMPTS * 5 and all(quoted(done.stdout, "Output"))
-    (first,), (second,) = id_lists(done.stdout, "Rank 0"), id_lists(done.stdout, "Rank 1")
-    assert first == second and len(first) == 20 and {len(tokens) for tokens in first} == {12}
+    return done.stdout
+
+
+def test_torchrun(model: str) -> None:
+    """Every rank runs the program, two of each of two stages, and has every answer."""
+    printed = torchrun("torchrun_example", 4, model)
+    assert quoted(printed, "Prompt") == PROMPTS * 5 and all(quoted(printed, "Output"))
+    first, *others = (id_lists(printed, f"Rank {rank}")[0] for rank in range(4))
+    assert others == [first] * 3 and len(first) == 20 and {len(tokens) for tokens in first} == {12}
+
+
+def test_torchrun_dp(tmp_path: Path) -> None:
+    """An engine of one rank each, with its own prompts."""
+    make_tiny("GraniteMoeForCausalLM", tmp_path)
+    printed = torchrun("torchrun_dp_example", 2, "--model", str(tmp_path), "--enable-ep")
+    lines = re.findall(r"^DP rank (\d): '(.*)' -> (\d+)$", printed, re.MULTILINE)
+    assert sorted(lines) == sorted((str(i % 2), f"{i}.Prompt number {i}", "8") for i in range(10))

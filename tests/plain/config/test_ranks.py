@@ -34,6 +34,7 @@ def resolve(folder: Path, *, model: dict[str, Any] | None = None, **options: Any
         ({"pipeline_parallel_size": 2}, "mp"),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "mp"),
         ({"distributed_executor_backend": "external_launcher"}, "external_launcher"),
+        ({"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2}, "external_launcher"),
         ({"tensor_parallel_size": 4, "nnodes": 2, "master_addr": "10.0.0.1"}, "mp"),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 4, "node_rank": 3}, "mp"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "mp"),
@@ -63,11 +64,6 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
             {"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
             ConfigError,
             "nnodes=2 needs distributed_executor_backend='mp', not 'ray'",
-        ),
-        (
-            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
-            NotBuiltError,
-            "'external_launcher': pipeline stages",
         ),
         (
             {"enable_lora": True, "distributed_executor_backend": "external_launcher"},
