@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -54,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     for ranks in map(int, args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(work, (ranks, processors(args.cpus), folder), ranks)
+            spawn(work, (ranks, processors(args.cpus), folder), ranks)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
         group = ShardGroup(rank, size, _sum_here(rank, size, device, meeting), captures=backend == "nccl")
         return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
-    broadcast, reduce = None, as_it_is
+    reduce: Callable[[Tensor], Tensor] = as_it_is
+    broadcast = None
     if share > 1:  # every rank makes the groups of all stages
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
         reduce, broadcast = _sum_over(groups[stage]), _broadcast_over(groups[stage], stage * share)
