@@ -52,7 +52,7 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     stage, own = divmod(rank, share)
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        group = ShardGroup(rank, size, _sum_here(rank, size, device, meeting), captures=backend == "nccl")
+        group = ShardGroup(rank, size, _sum_over(None), captures=backend == "nccl")
         return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
     reduce: Callable[[Tensor], Tensor] = as_it_is
@@ -68,29 +68,6 @@ def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and not env.SHARE_GPUS.get() else "gloo"
 
 
-def _sum_here(rank: int, size: int, device: torch.device, meeting: str) -> Callable[[Tensor], Tensor]:
-    """Over all ranks; through memory that they share, where they are on one machine and it is asked for."""
-    through_group = _sum_over(None)
-    if not meeting.startswith("file:"):
-        return through_group
-    if device.type == "cpu" and env.CPU_SHARED_SUMS.get():
-        from quire.worker.shared_sum import share_sums  # lazy
-
-        shared: Callable[[Tensor], Tensor] = share_sums(rank, size, through_group)
-        return shared
-    return _peer_sum(rank, size, device) or through_group
-
-
-def _peer_sum(rank: int, size: int, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """None: sums go through the process group."""
-    if not env.PEER_SUMS.get() or _backend(device) != "nccl":
-        return None
-    from quire.worker.peer_sum import PeerSum  # lazy
-
-    made: Callable[[Tensor], Tensor] = PeerSum(rank, size, device)
-    return made
-
-
 def join_alone(device: torch.device) -> Joined:
     """A process group of one rank, whose sums are made wherever those of several would be."""
     backend = _backend(device)
@@ -99,7 +76,7 @@ def join_alone(device: torch.device) -> Joined:
         backend, store=HashStore(), rank=0, world_size=1, device_id=device if backend == "nccl" else None
     )
     _log.info("Rank 0 of 1 (%s): QUIRE_JOIN_ALONE is set", backend)
-    reduce, captures = _peer_sum(0, 1, device) or _sum_over(None), backend == "nccl"
+    reduce, captures = _sum_over(None), backend == "nccl"
     return Joined(ShardGroup(reduce=reduce, sums_alone=True, captures=captures), None, broadcast=_broadcast_over(None))
 
 

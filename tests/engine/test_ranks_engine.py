@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,23 +127,6 @@ def test_a_single_rank_sums_over_itself_if_asked(folder: Path, monkeypatch: pyte
     summed, ((backend, count, graphs),) = tokens_of(seed=0)
     assert summed == plain
     assert backend == "gloo" and count == 2 * 4 and graphs == 0
-
-
-def test_sums_through_shared_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    tokens = []
-    for is_shared in ("0", "1"):
-        monkeypatch.setenv("QUIRE_CPU_SHARED_SUMS", is_shared)
-        env.forget_all()
-        llm = LLM(str(folder), tensor_parallel_size=2, **OPTIONS)
-        try:
-            tokens.append([one.outputs[0].token_ids for one in llm.generate(PROMPTS, greedy, use_tqdm=False)])
-            kinds = llm.collective_rpc("tests.rank_probe:how_summed")
-        finally:
-            llm.close()
-    assert tokens[0] == tokens[1]
-    is_x86 = platform.machine() == "x86_64"
-    assert kinds == ["SharedSum" if is_x86 else "function"] * 2
 
 
 def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
