@@ -81,9 +81,9 @@ class LaunchedExecutor(InProcessExecutor):
 
     def _of_all(self, verb: Callable[..., Answer], own: Answer) -> list[Answer]:
         """What every rank answers, by rank."""
-        said: list[bytes] = resolve_verb("gather_bytes")(self.worker, msgspec.msgpack.encode(own))
+        answers: list[bytes] = resolve_verb("gather_bytes")(self.worker, msgspec.msgpack.encode(own))
         kind = get_type_hints(verb)["return"]
-        return [msgspec.msgpack.decode(one, type=kind) for one in said]
+        return [msgspec.msgpack.decode(one, type=kind) for one in answers]
 
     def _sample(self, step: int, mask: Mask | None) -> PendingResult:
         pending = self.worker.sample(step, mask)
