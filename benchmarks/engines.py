@@ -109,8 +109,8 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], count
 
 
 def session_of() -> aiohttp.ClientSession:
-    """A connection for each request: one that is kept may be closed by the server the moment it is used again."""
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    """Connections are kept and used again, as programs do."""
+    connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 

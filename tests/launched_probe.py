@@ -12,11 +12,11 @@ from quire.schema.params import StructuredOutputsParams
 SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["a", "bc"]}}, "required": ["kind"]}
 
 
-def main(folder: str, answers: str) -> None:
+def main(folder: str, answers: str, tensor: str, stages: str) -> None:
     rank = int(os.environ["RANK"])
     llm = LLM(
-        folder, device="cpu", dtype="float32", max_model_len=96, tensor_parallel_size=2, seed=3,
-        distributed_executor_backend="external_launcher", max_num_seqs=2,
+        folder, device="cpu", dtype="float32", max_model_len=96, tensor_parallel_size=int(tensor), seed=3,
+        distributed_executor_backend="external_launcher", max_num_seqs=2, pipeline_parallel_size=int(stages),
         kv_cache_memory_bytes=(4 << 20) + (rank << 20),
     )  # fmt: skip
     more = dict(max_tokens=12, ignore_eos=True)

@@ -75,3 +75,12 @@ def recorded_drafts(worker: Any) -> list[list[Any]]:
 
 def drafter_bytes(worker: Any) -> int:
     return sum(parameter.nbytes for parameter in worker._drafter.model.parameters())
+
+
+def sums_of(worker: Any) -> tuple[str, int, int]:
+    """The process group's backend, how many matrices are summed over ranks, and how many decode graphs there are."""
+    from torch import distributed
+
+    summed = sum(bool(getattr(module, "is_summed", False)) for module in worker.get_model().modules())
+    graphs = getattr(worker.model_runner, "graphs", None)
+    return distributed.get_backend(), summed, 0 if graphs is None else len(graphs._captured)

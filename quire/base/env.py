@@ -329,6 +329,10 @@ RESPONSES_STORE_COUNT = Variable("RESPONSES_STORE_COUNT", 1024, _above_zero, "Mo
 RESPONSES_STORE_BYTES = Variable(
     "RESPONSES_STORE_BYTES", 256 << 20, _above_zero, "Most bytes of the answers that are kept, as JSON."
 )
+HTTP_TIMEOUT_KEEP_ALIVE = Variable(
+    "HTTP_TIMEOUT_KEEP_ALIVE", 75, _above_zero,
+    "Seconds after which the server closes an idle connection; longer than clients and proxies keep theirs.",
+)  # fmt: skip
 IMAGE_FETCH_TIMEOUT = Variable("IMAGE_FETCH_TIMEOUT", 5.0, _seconds, "Seconds that fetching an image may take.")
 VIDEO_FETCH_TIMEOUT = Variable("VIDEO_FETCH_TIMEOUT", 30.0, _seconds, "Seconds that fetching a video may take.")
 AUDIO_FETCH_TIMEOUT = Variable("AUDIO_FETCH_TIMEOUT", 10.0, _seconds, "Seconds that fetching audio may take.")
@@ -372,6 +376,14 @@ WORKER_TIMEOUT_S = Variable(
 EXECUTE_MODEL_TIMEOUT_SECONDS = Variable(
     "EXECUTE_MODEL_TIMEOUT_SECONDS", 300.0, _seconds_or_never,
     "Seconds after which a step of worker processes that has not ended ends their engine; 0: never.",
+)  # fmt: skip
+JOIN_ALONE = Variable(
+    "JOIN_ALONE", False, _flag,
+    "1: a single worker joins a process group of its own and sums over it as ranks do, to test and measure that.",
+)  # fmt: skip
+SHARE_GPUS = Variable(
+    "SHARE_GPUS", False, _flag,
+    "1: where there are more workers than GPUs, several share one, through gloo and without graphs: slow, for tests.",
 )  # fmt: skip
 NODE_TIMEOUT_S = Variable(
     "NODE_TIMEOUT_S", 1.5, _seconds, "Seconds of silence after which another machine of an engine is taken to be lost."

@@ -11,8 +11,8 @@ import re
 from quire.base import env
 
 _COMPILER = "no model is compiled here: kernels are written by hand"
-_ONE_DEVICE = "a model runs on one device in this version"
-_RAY = "Ray is not used"
+_SUMS = "ranks sum through NCCL"
+_RAY = "a Ray worker has a bundle of its own with one device, and talks over Quire's own connections"
 _ATTENTION = "Quire has one attention kernel for each kind of device"
 _EXPERTS = "Quire has kernels of its own for experts and quantized layers"
 _TRANSFER = "KV transfer between engines is not in this version"
@@ -28,7 +28,7 @@ _BUILD = "it is read when vLLM itself is built"
 _REASONS: dict[str, str] = {
     _COMPILER: "COMPILE_CACHE_SAVE_FORMAT DEBUG_DUMP_PATH DISABLE_COMPILE_CACHE FORCE_AOT_LOAD USE_AOT_COMPILE "
     "USE_BYTECODE_HOOK USE_STANDALONE_COMPILE",
-    _ONE_DEVICE: "ALLREDUCE_USE_SYMM_MEM SKIP_P2P_CHECK USE_NCCL_SYMM_MEM",
+    _SUMS: "ALLREDUCE_USE_SYMM_MEM SKIP_P2P_CHECK USE_NCCL_SYMM_MEM",
     _RANK: "DP_MASTER_IP DP_MASTER_PORT",
     _RAY: "RAY_BUNDLE_INDICES RAY_DP_PACK_STRATEGY RAY_PER_WORKER_GPUS USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
     _ATTENTION: "ATTENTION_BACKEND DISABLE_FLASHINFER_PREFILL FLASHINFER_DISABLE_Q_QUANTIZATION "

@@ -215,10 +215,9 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
-    heads_kv = _number(text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-    if heads_kv:
-        return heads_kv
-    return 1 if text.get("multi_query") is True and not text.get("new_decoder_architecture") else heads
+    if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
+        return 1  # whatever else is said: of Falcon, that there are as many as heads
+    return _number(text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num") or heads
 
 
 def _either(config: Mapping[str, Any], text: Mapping[str, Any], key: str) -> Any:

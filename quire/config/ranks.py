@@ -168,6 +168,7 @@ def divide_contexts(requested: Mapping[str, Any], config: EngineConfig) -> Engin
             param="decode_context_parallel_size",
             value=size,
         )
+    _check_copies(config)
     interleave = parallel.cp_kv_cache_interleave_size
     if old > 1 and old != interleave:
         log.warning("cp_kv_cache_interleave_size: %d, as its old name dcp_kv_cache_interleave_size says", old)
@@ -179,6 +180,20 @@ def divide_contexts(requested: Mapping[str, Any], config: EngineConfig) -> Engin
             value=interleave,
         )
     return replace(config, **{"parallel_config.cp_kv_cache_interleave_size": interleave})
+
+
+def _check_copies(config: EngineConfig) -> None:
+    """As far as the configuration tells; a layer with other heads than most says so when it is built."""
+    facts, parallel = config.model_config.facts, config.parallel_config
+    size, tensor, heads = parallel.decode_context_parallel_size, parallel.tensor_parallel_size, facts.num_kv_heads
+    if facts.uses_mla or not heads or (tensor % heads == 0 and tensor // heads % size == 0):
+        return
+    raise ConfigError(
+        f"decode_context_parallel_size={size} divides a context among ranks that have the same heads of keys: it must "
+        f"divide tensor_parallel_size={tensor} / {heads} heads of keys",
+        param="decode_context_parallel_size",
+        value=size,
+    )
 
 
 def spread_experts(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
@@ -221,9 +236,7 @@ def _why_apart(config: EngineConfig) -> str:
 def _check_launched(config: EngineConfig) -> None:
     """The ranks' own engines must plan the same steps, whatever their clocks say."""
     reason = ""
-    if config.parallel_config.pipeline_parallel_size > 1:
-        reason = "pipeline stages are not launched from outside, only the ranks of tensor_parallel_size"
-    elif config.enable_lora:
+    if config.enable_lora:
         reason = "adapters are read in the background, and the ranks would not agree when one is there"
     elif config.scheduler_config.inter_token_latency_goal_ms:
         reason = "inter_token_latency_goal_ms goes by a clock, and each rank has its own"

@@ -157,6 +157,9 @@ class InProcessClient:
         self._thread: threading.Thread | None = None
         self._sink: Sink | None = None  # None: nobody is to be told of the end
         self._calls = Calls()
+        self._ending = threading.Lock()  # of the two below, which say who closes the loop
+        self._has_ended = False  # the thread runs no more steps
+        self._is_left = False  # the loop is the thread's to close
 
     @property
     def loop(self) -> EngineLoop:
@@ -245,7 +248,7 @@ class InProcessClient:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._inbox.put(Stop())
             self._thread.join(CLOSE_PATIENCE_S)
-            if self._thread.is_alive():  # it has the worker: that ends with it, or with the program
+            if self._leave_to_thread():
                 log.error("A step did not end within %.0f s: the engine is left to it", CLOSE_PATIENCE_S)
                 sink, self._sink, died = self._sink, None, True
                 if sink is not None:
@@ -253,6 +256,23 @@ class InProcessClient:
         if not died:
             loop.close()
         self._calls.fail(self.dead)
+
+    def _leave_to_thread(self) -> bool:
+        """Whether a step is still under way, which has the worker: it is closed after that step, if that ends."""
+        with self._ending:
+            self._is_left = not self._has_ended
+            return self._is_left
+
+    def _close_if_left(self, loop: EngineLoop) -> None:
+        """Called by the thread, at its end."""
+        with self._ending:
+            self._has_ended = True
+            if not self._is_left:
+                return
+        try:
+            loop.close()
+        except Exception as wrong:  # nobody is left who could be told
+            log.error("The worker of an engine that was closed could not be shut down", exc_info=wrong)
 
     def show_stacks(self) -> None:
         faulthandler.dump_traceback(all_threads=True)
@@ -279,6 +299,7 @@ class InProcessClient:
             error = EngineDeadError(CLOSED)
         except Exception as failed:  # noqa: BLE001  # the root of the engine's thread: every caller gets what ended it
             error = self._die(failed)
+        self._close_if_left(loop)
         self._calls.fail(error)
         if (sink := self._sink) is not None:
             sink.died(error)

@@ -2,30 +2,49 @@
 has an engine of its own in its process.
 
 All ranks are given the same requests in the same order, plan the same steps, and meet in the sums of a forward pass; so
-each of them has every answer, and nothing is sent around. What would make plans differ is agreed upon (how much KV
-there is) or waited for (`is_in_step`: grammars); a program that gives its ranks different requests is told so at the
-step in which they join. Must not know: tensors, or how ranks reach each other.
+each of them has every answer, and nothing is sent around but what the last stage of a pipeline found, which the stages
+before it need to go on. What would make plans differ is agreed upon (how much KV there is) or waited for
+(`is_in_step`: grammars); a program that gives its ranks different requests is told so at the step in which they join.
+Must not know: tensors, or how ranks reach each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Concatenate
+from typing import TYPE_CHECKING, Concatenate, get_type_hints
 
 import msgspec
 
 from quire.base import env, registry
 from quire.config.engine import replace
-from quire.executor.base import WORKER, Answer, Arguments, WorkerProtocol, resolve_verb
+from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.executor.inproc import InProcessExecutor, no_worker
 from quire.schema.errors import ConfigError, EngineDeadError
-from quire.schema.step import StepPlan
+from quire.schema.step import Mask, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
 LAUNCHED = "env://"  # where torch.distributed finds its peers: as the launcher's variables say
+
+
+@dataclass(frozen=True)
+class _Known:
+    known: StepResult
+
+    def result(self) -> StepResult:
+        return self.known
+
+
+@dataclass(frozen=True)
+class _FromLastStage:
+    worker: WorkerProtocol
+
+    def result(self) -> StepResult:
+        heard: bytes = resolve_verb("hear_last_stage")(self.worker)
+        return msgspec.msgpack.decode(heard, type=StepResult)
 
 
 class LaunchedExecutor(InProcessExecutor):
@@ -37,11 +56,12 @@ class LaunchedExecutor(InProcessExecutor):
         parallel = config.parallel_config
         size = parallel.world_size
         config = replace(config, **{f"parallel_config.{name}": value for name, value in places(size).items()})
-        self._num_ranks = size
+        self._num_ranks, self._stages = size, parallel.pipeline_parallel_size
         rank = launched_rank(size * parallel.data_parallel_size) % size
         self._worker: WorkerProtocol | None = registry.load(WORKER)(
             config, rank=rank, num_workers=size, meeting=LAUNCHED
         )
+        self._is_last = rank >= size - size // self._stages
         self.forward = self.sample = no_worker
 
     def ask(
@@ -53,9 +73,25 @@ class LaunchedExecutor(InProcessExecutor):
         answers = super().ask(verb, *args, **kwargs)
         if verb.__name__ == WorkerProtocol.init_kv.__name__ and self._num_ranks > 1:
             self.forward = self._forward
-        if verb.__name__ == WorkerProtocol.free_bytes.__name__:
-            return [min(self._gather(int(answer))) for answer in answers]  # type: ignore[call-overload,misc]
+            if self._stages > 1:
+                self.sample = self._sample
+        if verb.__name__ in (WorkerProtocol.load.__name__, WorkerProtocol.free_bytes.__name__):
+            return self._of_all(verb, answers[0])
         return answers
+
+    def _of_all(self, verb: Callable[..., Answer], own: Answer) -> list[Answer]:
+        """What every rank answers, by rank."""
+        answers: list[bytes] = resolve_verb("gather_bytes")(self.worker, msgspec.msgpack.encode(own))
+        kind = get_type_hints(verb)["return"]
+        return [msgspec.msgpack.decode(one, type=kind) for one in answers]
+
+    def _sample(self, step: int, mask: Mask | None) -> PendingResult:
+        pending = self.worker.sample(step, mask)
+        if not self._is_last:
+            return _FromLastStage(self.worker)
+        result = pending.result()  # at once: the other stages wait for it
+        resolve_verb("tell_stages")(self.worker, msgspec.msgpack.encode(result))
+        return _Known(result)
 
     def _forward(self, plan: StepPlan) -> None:
         if plan.joined:
@@ -89,7 +125,7 @@ def launched_rank(total: int) -> int:
     if size % total or not 0 <= rank < size:
         raise ConfigError(
             f"WORLD_SIZE is {size} and RANK {rank}; programs are launched for {total} ranks (tensor_parallel_size x "
-            "data_parallel_size), or a multiple of them",
+            "pipeline_parallel_size x data_parallel_size), or a multiple of them",
             param="distributed_executor_backend",
             value="external_launcher",
         )

@@ -29,7 +29,7 @@ class Embedding(MatrixLayer):
         self.rows = storage.group.uneven_span(rows) if is_cut else Span.all(rows)
         self.hold(storage.schemes.of_matrix(name).create(MatrixShape({"": self.rows}, Span.all(width))))
         self.scale = float(torch.tensor(scale, dtype=storage.dtype))  # rounded first, as transformers does
-        self._reduce = None if self.rows.is_whole else storage.group.reduce
+        self._reduce = storage.group.sum_over(self.rows) if is_cut else None
         self.width = width
         self.adapters: TableAdapters | None = None  # unless the engine serves adapters
 
@@ -85,7 +85,7 @@ class Head(MatrixLayer):
         self.name, self.tied, self.width = name, tied is not None, width
         self.adapters: HeadAdapters | None = None  # unless the engine serves adapters
         self.rows = storage.group.uneven_span(vocab) if tied is None else tied.rows
-        self._reduce = None if self.rows.is_whole else storage.group.reduce
+        self._reduce = storage.group.sum_over(self.rows)
         if tied is None:
             shape = MatrixShape({"": self.rows}, Span.all(width), bias)
             self.hold(storage.schemes.of_matrix(name).create(shape))

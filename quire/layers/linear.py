@@ -46,7 +46,7 @@ class Linear(MatrixLayer):
         self.parts = {name: span.count for name, span in spans.items()}  # rows on this rank
         self.in_size, self.out_size = width.count, self.stored.shape.rows
         self._multiply = self.stored.multiply_wide if wide else self.stored.multiply
-        self._reduce = None if width.is_whole else storage.group.reduce
+        self._reduce = storage.group.sum_over(in_size) if isinstance(in_size, Span) else None
         self.absorbed = absorbed
         self.adapters: LinearAdapters | None = None  # unless the engine serves adapters
 

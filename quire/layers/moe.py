@@ -78,7 +78,7 @@ class Experts(ExpertLayer):
             counts = storage.group.broadcast is not None
             self._share = ExpertShare(placed, storage.group.expert_rank, shape.experts, storage.kernels, counts=counts)
         self.hold(storage.schemes.of_experts(prefix).create(shape if own is None else replace(shape, experts=len(own))))
-        self._reduce = None if shape.ffn.is_whole and own is None else storage.group.reduce
+        self._reduce = storage.group.sum_over(shape.ffn) if own is None else storage.group.reduce
         self.adapters: ExpertAdapters | None = None  # unless the engine serves adapters
 
     @property

@@ -132,6 +132,8 @@ class ShardGroup:
     redundant: int = 0  # copies of experts, besides one of each
     # what one of the ranks that share the experts has, on all of them, in place; None: experts stay where they are
     broadcast: Callable[[Tensor, int], None] | None = None
+    sums_alone: bool = False  # `reduce` is called by a single rank too, wherever one of several would
+    captures: bool = True  # whether `reduce` may be part of a CUDA graph
 
     @property
     def is_alone(self) -> bool:
@@ -156,6 +158,10 @@ class ShardGroup:
         if repeats and self.size % units == 0:
             return Span(units, self.rank * units // self.size, 1)
         raise ConfigError(f"{units} {what} cannot be shared out among {self.size} ranks", value=units)
+
+    def sum_over(self, shared: Span) -> Callable[[Tensor], Tensor] | None:
+        """What adds up results to which each rank brings what it has of this span; None: one rank brings all."""
+        return None if shared.is_whole and not self.sums_alone else self.reduce
 
     def keys_span(self, units: int) -> Span:
         """Heads of keys and values. Ranks that divide a context among themselves must have the same ones."""

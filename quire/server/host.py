@@ -44,7 +44,6 @@ from quire.server.state import ServerState
 log = logger(__name__)
 ENGINE_DIED = 1
 _FLUSH_SECONDS = 5.0  # for answers that are ready, after everything has ended
-_KEEP_ALIVE_SECONDS = 5
 _BACKLOG = 2048
 _LOOK_SECONDS = 0.2  # between two looks at the engine
 
@@ -225,7 +224,7 @@ def _uvicorn_config(state: ServerState, app: App, patience: float) -> uvicorn.Co
         access_log=not options.disable_uvicorn_access_log,
         server_header=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=env.HTTP_TIMEOUT_KEEP_ALIVE.get(),
         timeout_graceful_shutdown=int(patience + _FLUSH_SECONDS),
         **tls.settings(options),
     )

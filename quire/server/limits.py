@@ -3,7 +3,8 @@
 `limited_protocol` gives uvicorn its HTTP protocol with these limits built in: httptools itself has none, so a client
 could fill memory with one endless header. A head that breaks a limit is answered 431 and the connection is closed; so
 is one whose request is answered long before its body ends. Trailers count like a head and are then dropped: no layer
-may take them for headers. A body that comes too slowly is answered 408; a connection too many, 503.
+may take them for headers. A body that comes too slowly is answered 408; a connection too many, 503. One that is idle
+for long is closed, but not over a request that has arrived and was not read yet.
 Must not know: routes, dialects.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import http
 import logging
 import resource
+import select
 from asyncio import TimerHandle, Transport
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -86,6 +88,25 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._body_timer is None and self.body_seconds:
                 self._body_began = self.loop.time()
                 self._body_timer = self.loop.call_later(self.body_seconds, self._look_at_body)
+        elif (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None:
+            self._wait_for_request()  # what came was the rest of an answered request, or empty lines
+
+    def timeout_keep_alive_handler(self) -> None:
+        """A loop that was busy runs its timers before it reads what has come meanwhile. Closing over unread bytes would
+        reset the connection, and the client could not know whether its request was heard."""
+        if self._has_unread():
+            self._wait_for_request()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _wait_for_request(self) -> None:
+        until = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = until
+
+    def _has_unread(self) -> bool:
+        waiting = select.poll()
+        waiting.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(waiting.poll(0))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -73,7 +73,7 @@ class Drafter:
     def leave(self, num_bytes: int, specs: Sequence[KVSpec]) -> int:
         """What is left of a budget for the KV of the model: both get memory for the same number of tokens."""
         ours, theirs = _token_bytes(self.specs), _token_bytes(specs)
-        return num_bytes * theirs // max(1, ours + theirs)
+        return int(num_bytes * theirs / max(1, ours + theirs))
 
     def proposer(self, layout: KVLayout, max_model_len: int) -> Proposer:
         """`layout`: of the model that is drafted for, whose KV memory ours is measured by."""
@@ -123,12 +123,12 @@ class Drafter:
         return runner
 
     def _memory(self, model: BindsKV, layout: KVLayout, max_model_len: int) -> DraftMemory:
-        config, theirs = self._config, max(1, _token_bytes(layout.specs))
+        config, theirs = self._config, max(1.0, _token_bytes(layout.specs))
         block_bytes = sum(spec.page_bytes for spec in self.specs)
         max_len = min(config.model_config.max_model_len, max_model_len)
         max_rows = config.scheduler_config.max_num_seqs
         most = max_rows * -(-(max_len + 1) // config.cache_config.block_size)
-        num_bytes = layout.total_bytes * _token_bytes(self.specs) // theirs
+        num_bytes = int(layout.total_bytes * _token_bytes(self.specs) / theirs)
         num_blocks = min(most, num_bytes // max(1, block_bytes))
         _log.info("Drafter: %d KV blocks, %.2f GiB", num_blocks, num_blocks * block_bytes / 2**30)
         backend = self._parts.select_backend(self._device.type, self.specs, config.attention_config.backend)
@@ -138,8 +138,9 @@ class Drafter:
         )  # fmt: skip
 
 
-def _token_bytes(specs: Sequence[KVSpec]) -> int:
-    return sum(spec.token_bytes for spec in specs)
+def _token_bytes(specs: Sequence[KVSpec]) -> float:
+    """Of one token, on one rank; where ranks divide contexts among themselves, on average."""
+    return sum(spec.token_bytes / spec.context_ranks for spec in specs)
 
 
 def load_drafter(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.attention.select import select_backend
-from quire.base import registry
+from quire.base import env, registry
 from quire.base.clock import Laps
 from quire.base.log import logger
 from quire.base.plugins import call_plugins
@@ -94,18 +94,20 @@ def build_worker(
     place, num_places = parallel.place_here * here + rank % here, parallel.num_engines_here * here
     if device.type == "cuda":
         with laps.inside("device"):
-            device = set_up_gpu(laps, place, num_places)
+            device = set_up_gpu(laps, place, num_places, config.cache_config.kv_cache_memory_bytes)
     elif device.type != "cpu":
         raise NotBuiltError(f"device {str(device)!r} is not built; this version runs on cpu and cuda", param="device")
     threads = set_threads(place, num_places)
     if device.type == "cpu":
         register(threads)
     made = worker_class(config.parallel_config.worker_extension_cls)
-    if num_workers == 1 and not parallel.experts_meeting:
+    if num_workers == 1 and not parallel.experts_meeting and not env.JOIN_ALONE.get():
         return made(config, device, PARTS, laps, early)
-    from quire.worker.ranks import join, join_engines  # lazy
+    from quire.worker.ranks import join, join_alone, join_engines  # lazy
 
-    if parallel.experts_meeting:
+    if num_workers == 1 and not parallel.experts_meeting:
+        joined = join_alone(device)
+    elif parallel.experts_meeting:
         engine = parallel.data_parallel_rank, parallel.data_parallel_size
         stages = parallel.pipeline_parallel_size
         joined = join_engines(rank, num_workers, *engine, parallel.experts_meeting, device, stages)
@@ -117,7 +119,7 @@ def build_worker(
     group = replace(
         joined.group, placement=placement, redundant=redundant, broadcast=moves, context=_context_of(parallel)
     )
-    return made(config, device, PARTS, laps, early, group, joined.link, joined.gather)
+    return made(config, device, PARTS, laps, early, group, joined.link, joined.talk)
 
 
 def _context_of(parallel: ParallelConfig) -> ContextRanks | None:
@@ -134,7 +136,7 @@ def _context_of(parallel: ParallelConfig) -> ContextRanks | None:
     return joined
 
 
-def set_up_gpu(laps: Laps, rank: int = 0, num_workers: int = 1) -> torch.device:
+def set_up_gpu(laps: Laps, rank: int = 0, num_workers: int = 1, kv_bytes: int | None = None) -> torch.device:
     """Start CUDA and attach the kernels. Where either is missing, one clear error."""
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -146,7 +148,7 @@ def set_up_gpu(laps: Laps, rank: int = 0, num_workers: int = 1) -> torch.device:
     if num_workers > 1:
         from quire.worker.ranks import gpu_of  # lazy
 
-        torch.cuda.set_device(gpu_of(rank, num_workers))
+        torch.cuda.set_device(gpu_of(rank, num_workers, kv_bytes))
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.init()
     laps.mark("cuda")

@@ -1,8 +1,9 @@
 """The ranks of an engine: this worker joins the process group of all of them, and gets its share of the model.
 
 In: which rank of how many, in how many pipeline stages, and the URL at which they meet. Out: a ShardGroup whose sums go
-through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes. World
-size 1 joins nothing. Must not know: models, or how processes were started.
+through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes and
+between ranks that share a GPU, which NCCL refuses. World size 1 joins nothing, unless it is asked to. Must not know:
+models, or how processes were started.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, distributed
+from torch._C._distributed_c10d import HashStore
 
 from quire.base import env
 from quire.base.lifeline import address_towards, interface_of
@@ -22,6 +24,7 @@ from quire.quant.shard import ShardGroup, as_it_is
 from quire.schema.errors import ConfigError
 from quire.worker.pipe import Link, Sent
 from quire.worker.spread import EngineSpread
+from quire.worker.talk import RankTalk
 
 _log = logger(__name__)
 LAUNCHED = "env://"  # in place of a meeting: as the variables of a launcher say
@@ -30,34 +33,51 @@ LAUNCHED = "env://"  # in place of a meeting: as the variables of a launcher say
 class Joined(NamedTuple):
     group: ShardGroup
     link: Link | None  # None: one stage
-    gather: Callable[[int], list[int]] | None = None  # only where each rank has an engine of its own
+    talk: RankTalk | None = None  # only where each rank has an engine of its own
     broadcast: Callable[[Tensor, int], None] | None = None  # of one of the ranks that share experts, to all of them
 
 
 def join(rank: int, size: int, meeting: str, device: torch.device, stages: int = 1) -> Joined:
     """Returns once all ranks are there. The ranks of a stage follow each other."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backend(device)
     if meeting == LAUNCHED:
-        return _join_launched(rank, size, backend)
+        return _join_launched(rank, size, backend, device, stages)
     _choose_interface(meeting)
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
     distributed.init_process_group(
         backend, init_method=meeting, rank=rank, world_size=size, timeout=limit,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )  # fmt: skip
     share = size // stages
     stage, own = divmod(rank, share)
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        return Joined(ShardGroup(rank, size, _sum_over(None)), None, broadcast=_broadcast_over(None))
+        group = ShardGroup(rank, size, _sum_over(None), captures=backend == "nccl")
+        return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
     reduce: Callable[[Tensor], Tensor] = as_it_is
     broadcast = None
     if share > 1:  # every rank makes the groups of all stages
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
         reduce, broadcast = _sum_over(groups[stage]), _broadcast_over(groups[stage], stage * share)
-    link = _ProcessLink(rank - share, rank + share)
+    link = _link(rank - share, rank + share, backend, device)
     return Joined(ShardGroup(own, share, reduce, stage, stages), link, broadcast=broadcast)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" and not env.SHARE_GPUS.get() else "gloo"
+
+
+def join_alone(device: torch.device) -> Joined:
+    """A process group of one rank, whose sums are made wherever those of several would be."""
+    backend = _backend(device)
+    env.keep_on_this_host()
+    distributed.init_process_group(
+        backend, store=HashStore(), rank=0, world_size=1, device_id=device if backend == "nccl" else None
+    )
+    _log.info("Rank 0 of 1 (%s): QUIRE_JOIN_ALONE is set", backend)
+    reduce, captures = _sum_over(None), backend == "nccl"
+    return Joined(ShardGroup(reduce=reduce, sums_alone=True, captures=captures), None, broadcast=_broadcast_over(None))
 
 
 def join_engines(
@@ -65,12 +85,12 @@ def join_engines(
 ) -> Joined:
     """Among the ranks of several engines, which have experts together: those of the same pipeline stage, if there are
     several. Returns once all are there."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backend(device)
     _choose_interface(meeting)
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
     distributed.init_process_group(
         backend, init_method=meeting, rank=engine * size + rank, world_size=size * engines, timeout=limit,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )  # fmt: skip
     reduce: Callable[[Tensor], Tensor] = as_it_is
     share, world = size // stages, engine * size + rank
@@ -85,11 +105,11 @@ def join_engines(
     spread = EngineSpread(engine, engines, own, share, across[rank], talks[rank])
     group = ShardGroup(own, share, reduce, stage, stages, spread=spread)
     if stages > 1:
-        return Joined(group, _ProcessLink(world - share, world + share))
+        return Joined(group, _link(world - share, world + share, backend, device))
     return Joined(group, None, broadcast=_broadcast_over(None))
 
 
-def _join_launched(rank: int, size: int, backend: str) -> Joined:
+def _join_launched(rank: int, size: int, backend: str, device: torch.device, stages: int) -> Joined:
     """Among programs that a launcher has started, which may be ranks of several engines, one after another. A process
     group that the program has made already is used."""
     limit = timedelta(seconds=env.ENGINE_START_TIMEOUT_S.get())
@@ -97,24 +117,22 @@ def _join_launched(rank: int, size: int, backend: str) -> Joined:
         if env.LOCAL_WORLD_SIZE.get() in (None, env.WORLD_SIZE.get()):
             env.keep_on_this_host()
         distributed.init_process_group(backend, init_method=LAUNCHED, timeout=limit)
-    total = distributed.get_world_size()
-    engines = [range(first, first + size) for first in range(0, total, size)]
-    groups = [distributed.new_group(ranks, timeout=limit, backend=backend) for ranks in engines]
-    talks = [distributed.new_group(ranks, timeout=limit, backend="gloo") for ranks in engines]
-    own = distributed.get_rank() // size
-    _log.info("Rank %d of %d, launched from outside (%s)", rank, size, backend)
-    return Joined(ShardGroup(rank, size, _sum_over(groups[own])), None, _gather_over(talks[own]))
+    total, world, share = distributed.get_world_size(), distributed.get_rank(), size // stages
 
+    def groups_of(count: int, kind: str) -> Any:
+        """Every rank makes the groups of all, so many ranks in each; that of this one."""
+        firsts = range(0, total, count)
+        return [distributed.new_group(range(f, f + count), timeout=limit, backend=kind) for f in firsts][world // count]
 
-def _gather_over(group: Any) -> Callable[[int], list[int]]:
-    def gather(number: int) -> list[int]:
-        """What each rank says, by rank."""
-        own = torch.tensor([number], dtype=torch.int64)
-        numbers = [torch.zeros_like(own) for _ in range(distributed.get_world_size(group))]
-        distributed.all_gather(numbers, own, group=group)
-        return [int(one) for one in numbers]
-
-    return gather
+    own, talk = groups_of(size, backend), groups_of(size, "gloo")
+    within = own if stages == 1 else groups_of(share, backend)
+    stage, at = divmod(rank, share)
+    _log.info("Rank %d of %d in pipeline stage %d of %d, launched from outside (%s)", at, share, stage, stages, backend)
+    reduce = _sum_over(within) if share > 1 else as_it_is
+    group = ShardGroup(at, share, reduce, stage, stages, captures=backend == "nccl")
+    link = None if stages == 1 else _link(world - share, world + share, backend, device, own)
+    first = world - rank
+    return Joined(group, link, RankTalk(talk, range(first, first + size), share))
 
 
 def _choose_interface(meeting: str) -> None:
@@ -131,16 +149,44 @@ def _choose_interface(meeting: str) -> None:
 class _ProcessLink:
     """To the ranks of the same number in the neighbouring stages."""
 
-    def __init__(self, before: int, after: int) -> None:
-        self._before, self._after = before, after
+    def __init__(self, before: int, after: int, group: Any) -> None:
+        self._before, self._after, self._group = before, after, group
 
     def receive(self, into: Tensor) -> None:
-        distributed.recv(into.view(torch.uint8), self._before)
+        distributed.recv(into.view(torch.uint8), self._before, group=self._group)
 
     def send(self, x: Tensor) -> Sent:
-        sent = distributed.isend(x.view(torch.uint8), self._after)
+        sent = distributed.isend(x.view(torch.uint8), self._after, group=self._group)
         assert sent is not None  # this rank is in the group
         return sent
+
+
+class _HostLink(_ProcessLink):
+    """Through the host's memory, the only one that gloo sends from."""
+
+    def receive(self, into: Tensor) -> None:
+        arrived = torch.empty(into.shape, dtype=into.dtype)
+        super().receive(arrived)
+        into.copy_(arrived)
+
+    def send(self, x: Tensor) -> Sent:
+        host = x.cpu()
+        return _SentFromHost(host, super().send(host))
+
+
+class _SentFromHost:
+    """Keeps what is sent until it has arrived."""
+
+    def __init__(self, x: Tensor, sent: Sent) -> None:
+        self._x, self._sent = x, sent
+
+    def wait(self) -> object:
+        return self._sent.wait()
+
+
+def _link(before: int, after: int, backend: str, device: torch.device, group: Any = None) -> Link:
+    through_host = backend == "gloo" and device.type == "cuda"
+    return _HostLink(before, after, group) if through_host else _ProcessLink(before, after, group)
 
 
 def leave() -> None:
@@ -167,14 +213,22 @@ def _broadcast_over(group: Any, first: int = 0) -> Callable[[Tensor, int], None]
     return broadcast
 
 
-def gpu_of(rank: int, size: int) -> int:
-    """The index of a rank's GPU among those that are visible. ConfigError: there are fewer than ranks."""
+def gpu_of(rank: int, size: int, kv_bytes: int | None = None) -> int:
+    """The index of a rank's GPU among those that are visible. `kv_bytes`: of its cache, as configured. ConfigError:
+    there are fewer than ranks; or they may share, and nothing tells how much each may take."""
     count = torch.cuda.device_count()
-    if rank < count:
+    if rank < count and (size <= count or not env.SHARE_GPUS.get()):
         return rank
-    raise ConfigError(
-        f"worker {rank} of {size} has no GPU: {count} are visible (CUDA_VISIBLE_DEVICES, nvidia-smi), and "
-        "tensor_parallel_size x pipeline_parallel_size x data_parallel_size are needed",
-        param="tensor_parallel_size",
-        value=size,
-    )
+    if not env.SHARE_GPUS.get():
+        raise ConfigError(
+            f"worker {rank} of {size} has no GPU: {count} are visible (CUDA_VISIBLE_DEVICES, nvidia-smi), and "
+            "tensor_parallel_size x pipeline_parallel_size x data_parallel_size are needed",
+            param="tensor_parallel_size",
+            value=size,
+        )
+    if kv_bytes is None:  # what is free cannot be measured while other ranks load
+        raise ConfigError(
+            f"QUIRE_SHARE_GPUS: {size} workers share {count} GPUs; give kv_cache_memory_bytes, the KV cache of each",
+            param="kv_cache_memory_bytes",
+        )
+    return rank % count

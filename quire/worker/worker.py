@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from quire.worker.media import MediaEncoder, WorkerMedia
     from quire.worker.pipe import Link, Pipe
     from quire.worker.pooling_runner import PendingPooled, PoolingRunner
+    from quire.worker.talk import RankTalk
 
 _log = logger(__name__)
 
@@ -120,10 +121,10 @@ class Worker:
         early: Early | None = None,  # what was begun before torch was there; None on CPU
         group: ShardGroup = ALONE,
         link: Link | None = None,  # to the neighbouring pipeline stages; None: there are none
-        gather: Callable[[int], list[int]] | None = None,  # of every rank's number, if each has an engine of its own
+        talk: RankTalk | None = None,  # if each rank has an engine of its own
     ) -> None:
         self.config, self.device, self.group, self._link = config, device, group, link
-        self._gather = gather
+        self._talk = talk
         self.rank = group.world_rank
         self.local_rank = self.rank % (group.world_size // config.parallel_config.nnodes)
         self.kernels = Kernels.here(device)  # what this worker's model computes with, whatever others of the process do
@@ -147,7 +148,19 @@ class Worker:
 
     def gather_number(self, number: int) -> list[int]:
         """What each rank says, by rank, where a launcher has started an engine for each."""
-        return [number] if self._gather is None else self._gather(number)
+        return [number] if self._talk is None else self._talk.gather(number)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data] if self._talk is None else self._talk.gather_bytes(data)
+
+    def tell_stages(self, data: bytes) -> None:
+        """What the last stage found, to those before it, if each rank has an engine of its own."""
+        if self._talk is not None:
+            self._talk.tell(data)
+
+    def hear_last_stage(self) -> bytes:
+        assert self._talk is not None  # else an executor is told
+        return self._talk.hear()
 
     def load(self) -> ModelInfo:
         """Build the model and read its weights; without a kernel cache, compile what it will want."""
@@ -361,6 +374,8 @@ class Worker:
         """Buckets of decode graphs: none on CPU, nor in a pipeline; none larger than what holds every row."""
         if self.device.type == "cpu" or self.group.stages > 1 or not self.get_model().captures:
             return ()
+        if not self.group.captures:
+            return ()
         if self.group.spread is not None:  # how many rows are gathered is another number in each step
             return ()
         compilation = self.config.compilation_config
@@ -522,8 +537,8 @@ class Worker:
         self._model = self._runner = self._adapters = self._drafter = self._encoder = None
         self._scaled = {}
         self.forward = self.sample = _no_runner
-        has_peers = not self.group.is_alone or self.group.spread is not None
-        if has_peers and self._gather is None:  # else the process group is the program's
+        has_joined = not self.group.is_alone or self.group.spread is not None or self.group.sums_alone
+        if has_joined and self._talk is None:  # else the process group is the program's
             from quire.worker.ranks import leave  # lazy
 
             leave()

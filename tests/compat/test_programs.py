@@ -16,9 +16,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from quire import LLM, SamplingParams
+from tests.server.hosted import Hosted
 from tests.tiny_models import make_tiny
 from tests.warm_python import WarmPython
 
@@ -259,14 +262,57 @@ def test_data_parallel(tmp_path: Path) -> None:
     assert sorted(lines) == sorted((str(i % 2), f"Prompt number {i}", str([8, 12][i % 2])) for i in range(5))
 
 
-def test_torchrun(model: str) -> None:
-    """Every rank runs the program, and has every answer."""
-    program = str(PROGRAMS / "torchrun_example.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, model]
+def torchrun(program: str, count: int, *words: str) -> str:
+    path = str(PROGRAMS / f"{program}.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", path, *words]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert quoted(done.stdout, "Prompt") == PROMPTS * 5 and all(quoted(done.stdout, "Output"))
-    (first,), (second,) = id_lists(done.stdout, "Rank 0"), id_lists(done.stdout, "Rank 1")
-    assert first == second and len(first) == 20 and {len(tokens) for tokens in first} == {12}
+    return done.stdout
+
+
+def test_torchrun(model: str) -> None:
+    """Every rank runs the program, two of each of two stages, and has every answer."""
+    printed = torchrun("torchrun_example", 4, model)
+    assert quoted(printed, "Prompt") == PROMPTS * 5 and all(quoted(printed, "Output"))
+    first, *others = (id_lists(printed, f"Rank {rank}")[0] for rank in range(4))
+    assert others == [first] * 3 and len(first) == 20 and {len(tokens) for tokens in first} == {12}
+
+
+def test_torchrun_dp(tmp_path: Path) -> None:
+    """An engine of one rank each, with its own prompts."""
+    make_tiny("GraniteMoeForCausalLM", tmp_path)
+    printed = torchrun("torchrun_dp_example", 2, "--model", str(tmp_path), "--enable-ep")
+    lines = re.findall(r"^DP rank (\d): '(.*)' -> (\d+)$", printed, re.MULTILINE)
+    assert sorted(lines) == sorted((str(i % 2), f"{i}.Prompt number {i}", "8") for i in range(10))
+
+
+def test_serve_with_two_engines_of_two_ranks(tmp_path: Path) -> None:
+    """`vllm serve -dp 2 -tp 2` and the openai client, which names engines."""
+    make_tiny("LlamaForCausalLM", tmp_path)
+    code = "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    flags = ("-dp", "2", "-tp", "2", "--dtype", "float32", "--max-model-len", "128", "--port", "0")
+    command = [sys.executable, "-c", code, "serve", str(tmp_path), *flags, "--num-gpu-blocks-override", "60"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    server = Hosted(process)
+    try:
+        address = server.wait_for_line(r"Listening at (\S+) ", 600)[1].replace("//0.0.0.0:", "//127.0.0.1:")
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0, timeout=120)
+        model = client.models.list().data[0].id
+        texts = {
+            client.completions.create(
+                model=model, prompt=[7, 9, 30, 4], max_tokens=12, temperature=0, extra_body={"ignore_eos": True},
+                extra_headers={"X-data-parallel-rank": rank},
+            ).choices[0].text
+            for rank in ("0", "1", "0", "1")
+        }  # fmt: skip
+        assert len(texts) == 1 and texts != {""}
+        metrics = httpx.get(f"{address}/metrics", timeout=60).text
+        done = re.findall(
+            r'^vllm:request_success_total{.*engine="(\d)".*finished_reason="length".*} (\S+)$', metrics, re.M
+        )
+        assert sorted(done) == [("0", "2.0"), ("1", "2.0")]
+    finally:
+        process.terminate()
+        server.wait(120)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm import LLM, SamplingParams
@@ -207,6 +208,10 @@ def test_memory_is_shared_by_tokens(tiny: Engine, drafter: Drafter) -> None:
     specs = tiny.layout.specs
     left = drafter.leave(1 << 20, specs)
     assert left == (1 << 20) // 2, "the drafter's layers are those of the model"
+    divided = [msgspec.structs.replace(spec, context_ranks=2) for spec in specs]
+    assert drafter.leave(3 << 20, divided) == 1 << 20, (
+        "a rank keeps half of the model's contexts, and all of the drafter's"
+    )
 
 
 def test_what_cannot_draft_is_said_once(folders: tuple[Path, Path, Any], tmp_path: Path) -> None:

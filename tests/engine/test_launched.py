@@ -27,9 +27,10 @@ def torchrun(*words: str, count: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | variables, cwd=ROOT)
 
 
-def test_every_rank_has_every_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_every_rank_has_every_answer(tensor: int, stages: int, tmp_path: Path) -> None:
     make_tiny("LlamaForCausalLM", tmp_path)
-    done = torchrun("-m", "tests.launched_probe", str(tmp_path), str(tmp_path))
+    done = torchrun("-m", "tests.launched_probe", str(tmp_path), str(tmp_path), str(tensor), str(stages))
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first["tokens"] == second["tokens"]

@@ -109,6 +109,26 @@ def test_each_rank_is_a_process_that_holds_its_part(two: LLM) -> None:
     assert sizes[0] == sizes[1] < 0.6 * sum(sizes) and two.collective_rpc("tests.rank_probe:rank_of") == [0, 1]
 
 
+def test_a_single_rank_sums_over_itself_if_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+    def tokens_of(**more: Any) -> tuple[list[Any], Any]:
+        llm = LLM(str(folder), distributed_executor_backend="mp", **more, **OPTIONS)
+        try:
+            done = llm.generate(PROMPTS, greedy, use_tqdm=False)
+            found = llm.collective_rpc("tests.rank_probe:sums_of") if more else None
+            return [one.outputs[0].token_ids for one in done], found
+        finally:
+            llm.close()
+
+    plain, _ = tokens_of()
+    monkeypatch.setenv("QUIRE_JOIN_ALONE", "1")
+    env.forget_all()
+    summed, ((backend, count, graphs),) = tokens_of(seed=0)
+    assert summed == plain
+    assert backend == "gloo" and count == 2 * 4 and graphs == 0
+
+
 def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the engine in this process; tests/server/test_ranks_server.py has it in one of its own."""
     monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "0")

@@ -25,6 +25,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
 OPTIONS: dict[str, Any] = dict(device="cpu", dtype="float32", max_model_len=96, num_gpu_blocks_override=60)
 PROMPTS = [{"prompt_token_ids": [7, 9, 30, 4, 11]}, {"prompt_token_ids": [5, 6]}]
+ROOT = Path(__file__).parents[2]
 STORE = 80 << 20  # bytes of shared memory for each node: the least that Ray takes
 
 
@@ -89,6 +90,27 @@ try:
 except Exception:
     print("gone", time.monotonic(), flush=True)
 """
+
+
+def test_a_documented_program(cluster: Any, folder: Path) -> None:
+    """Through compat, with a worker on each node."""
+    program = ROOT / "tests/compat/programs/pipeline_parallel.py"
+    command = [
+        sys.executable,
+        str(program),
+        "--model",
+        str(folder),
+        "-tp",
+        "2",
+        "--distributed-executor-backend",
+        "ray",
+    ]
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "compat"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^Output: '.+'$", done.stdout, re.MULTILINE)) == 4
 
 
 def test_a_killed_node_fails_every_caller(cluster: Any, folder: Path) -> None:

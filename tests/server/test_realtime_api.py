@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -10,6 +11,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -310,6 +312,15 @@ def test_hardly_any_audio(client: Client) -> None:
     client.send(append(SHORT[:100]), COMMIT)
     error = client.error()
     assert error["code"] == "input_audio_buffer_commit_empty" and "100 ms" in error["error"]
+
+
+async def test_a_client_that_reads_nothing_is_gone_and_no_request_was_too_slow() -> None:
+    session = object.__new__(realtime.Session)
+    session._idle = 0.01
+    session._call = SimpleNamespace(send=lambda message: asyncio.Event().wait())
+    with pytest.raises(ConnectionError, match=r"the client read nothing for 0\.01 s") as told:
+        await session._sent({"type": "websocket.send", "text": "{}"})
+    assert not isinstance(told.value, TimeoutError)
 
 
 def test_an_idle_session_ends(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

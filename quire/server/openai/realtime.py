@@ -429,8 +429,11 @@ class Session:
 
     async def _sent(self, message: Message) -> None:
         """A client that reads nothing is not waited for: it is gone."""
-        async with asyncio.timeout(self._idle):
-            await self._call.send(message)
+        try:
+            async with asyncio.timeout(self._idle):
+                await self._call.send(message)
+        except TimeoutError:  # no deadline of a request, which has one of its own
+            raise ConnectionAbortedError(f"the client read nothing for {self._idle:g} s") from None
 
 
 class _Hearing:

@@ -17,7 +17,7 @@ def main(args: argparse.Namespace) -> None:
         model=args.model,
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
-        distributed_executor_backend="mp",
+        distributed_executor_backend=args.distributed_executor_backend,
         max_model_len=128,
     )
     for output in llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12)):
@@ -30,4 +30,5 @@ if __name__ == "__main__":
     parser.add_argument("--model", required=True)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
+    parser.add_argument("--distributed-executor-backend", default="mp")
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Every rank runs this program (torchrun --nproc-per-node=2): each has all answers, and may use torch.distributed."""
+"""Every rank runs this program (torchrun --nproc-per-node=4): each has all answers, and may use torch.distributed."""
 
 import os
 import sys
@@ -16,7 +16,8 @@ prompts = [
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12, ignore_eos=True)
 llm = LLM(
     model=model,
-    tensor_parallel_size=size,
+    tensor_parallel_size=2,
+    pipeline_parallel_size=2,
     distributed_executor_backend="external_launcher",
     max_model_len=128,
     seed=1,

@@ -17,8 +17,8 @@ from tests.plain.config.test_hints import LLAMA
 DIVIDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 
 
-def resolve(folder: Path, **options: Any) -> Any:
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+def resolve(folder: Path, *, model: dict[str, Any] | None = None, **options: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(LLAMA | (model or {"num_key_value_heads": 1})))
     args = EngineArgs(model=str(folder), device="cpu", skip_tokenizer_init=True, **options)
     return args.create_engine_config().parallel_config
 
@@ -34,6 +34,7 @@ def resolve(folder: Path, **options: Any) -> Any:
         ({"pipeline_parallel_size": 2}, "mp"),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "mp"),
         ({"distributed_executor_backend": "external_launcher"}, "external_launcher"),
+        ({"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2}, "external_launcher"),
         ({"tensor_parallel_size": 4, "nnodes": 2, "master_addr": "10.0.0.1"}, "mp"),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 4, "node_rank": 3}, "mp"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "mp"),
@@ -63,11 +64,6 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
             {"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
             ConfigError,
             "nnodes=2 needs distributed_executor_backend='mp', not 'ray'",
-        ),
-        (
-            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
-            NotBuiltError,
-            "'external_launcher': pipeline stages",
         ),
         (
             {"enable_lora": True, "distributed_executor_backend": "external_launcher"},
@@ -143,8 +139,21 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: 
 def test_batch_invariant_contexts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
     env.forget_all()
-    with pytest.raises(NotBuiltError, match="size=2 is not built for batch-invariant mode"):
+    with pytest.raises(NotBuiltError, match=r"size=2 is not built for batch-invariant mode"):
         resolve(tmp_path, **DIVIDED)
+
+
+def test_contexts_are_divided_among_ranks_with_the_same_heads_of_keys(tmp_path: Path) -> None:
+    pair = {"num_key_value_heads": 2}
+    with pytest.raises(ConfigError, match=r"size=2 .* it must divide tensor_parallel_size=2 / 2 heads of keys"):
+        resolve(tmp_path, model=pair, **DIVIDED)
+    with pytest.raises(ConfigError, match=r"size=4 .* it must divide tensor_parallel_size=4 / 2 heads of keys"):
+        resolve(tmp_path, model=pair, tensor_parallel_size=4, decode_context_parallel_size=4)
+    assert resolve(tmp_path, model=pair, tensor_parallel_size=4, decode_context_parallel_size=2).world_size == 4
+    latent = {"num_key_value_heads": 4, "kv_lora_rank": 16}
+    assert resolve(tmp_path, model=latent, **DIVIDED).world_size == 2
+    falcon = {"multi_query": True, "num_kv_heads": 4}  # as its checkpoints say
+    assert resolve(tmp_path, model=falcon, **DIVIDED).world_size == 2
 
 
 def test_two_names_of_how_many_tokens_a_rank_keeps_in_a_row(tmp_path: Path) -> None:

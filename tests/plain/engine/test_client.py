@@ -139,7 +139,7 @@ def test_streaming_and_closing(client):
 
 
 def test_a_step_that_never_ends_does_not_hold_up_the_end(config, monkeypatch):
-    """Whoever waits is told; the loop, which the step's thread still has, is left alone."""
+    """Whoever waits is told; the loop is closed by the step's thread, which still has it, when the step ends."""
     monkeypatch.setattr("quire.engine.client.CLOSE_PATIENCE_S", 0.2)
     client, sink = InProcessClient(config), Collector()
     client.wait_ready()
@@ -162,6 +162,7 @@ def test_a_step_that_never_ends_does_not_hold_up_the_end(config, monkeypatch):
     go_on.set()
     client._thread.join(60)
     assert not client._thread.is_alive() and not sink.ended.is_set(), "told twice"
+    assert closed == [1]
 
 
 @pytest.mark.parametrize(
