@@ -69,7 +69,7 @@ class SharedTable(WeightTable):
 
 
 class Seq2Seq(nn.Module):
-    captures = False
+    captures = True
 
     def __init__(self, arch: Seq2SeqArch, storage: Storage, *, max_model_len: int) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ cache or even a weight. In: a runner bound to such a cache (`scratch_layout`). M
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,7 +135,10 @@ class Trial:
         shape = StepShape(
             rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows, adapters=adapters
         )
-        runner, step = self._runner, self._inputs.build(shape, self._runner.backend)
+        runner = self._runner
+        if runner.rows.has_cross:
+            shape = self._with_encoders(shape)
+        step = self._inputs.build(shape, runner.backend)
         if not isinstance(runner, ModelRunner):  # what follows is small beside it
             runner.model.forward(step.batch)
             return
@@ -147,7 +151,26 @@ class Trial:
         out = torch.empty((2, len(rows)), dtype=torch.int32, device=logits.device)
         runner.sampler.plain(logits, step.sampled.rows, step.sampled.positions, out, filters=filters)
 
+    def _with_encoders(self, shape: StepShape) -> StepShape:
+        """In a step of prompts, as many tokens come from encoders as decoders have: at least one for each row."""
+        from quire.worker.media import EncodesItems  # lazy
+
+        model, device = self._runner.model, self._inputs.device
+        assert isinstance(model, EncodesItems)
+        lens = np.minimum(shape.counts, self._longest_encoded())
+        begins = shape.starts == 0
+        encoded = None
+        if begins.any():
+            dtype = next(model.parameters()).dtype
+            encoded = torch.zeros((int(lens[begins].sum()), model.width), dtype=dtype, device=device)
+        return replace(shape, encoder_lens=lens, begins=begins, encoded=encoded)
+
+    def _longest_encoded(self) -> int:
+        cross = [table for table in self._runner.rows.tables if table.group.kind is KVKind.CROSS]
+        return min(table.host.shape[1] * table.group.block_size for table in cross)
+
     def _pretend(self, agree: bool) -> None:
         """As far as the host knows, all rows have the same blocks, or each its own. On the device there is only one."""
         for table in self._runner.rows.tables:
-            table.host[:] = 0 if agree else np.arange(len(table.host), dtype=np.int32)[:, None]
+            agreed = agree or table.group.kind is KVKind.CROSS  # whose slots are the host's
+            table.host[:] = 0 if agreed else np.arange(len(table.host), dtype=np.int32)[:, None]
