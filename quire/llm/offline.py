@@ -110,9 +110,15 @@ class LLM:
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
         distinct = {id(one): one for one in params}  # what several prompts share is checked and sent once
         final = {key: self._resolve(one) for key, one in distinct.items()}
+        if self.llm_engine.front.inputs.takes_media and len(prompts) > 1:
+            from quire.llm.media_ahead import load_ahead  # lazy
+
+            listed: Iterable[Any] = load_ahead(self.llm_engine.front.inputs, prompts)
+        else:
+            listed = prompts
         requests = [
             self._prepare(prompt, final[id(one)], msgspec.structs.replace(options, priority=urgency, lora_request=lora))
-            for prompt, one, urgency, lora in zip(prompts, params, priorities, adapters, strict=True)
+            for prompt, one, urgency, lora in zip(listed, params, priorities, adapters, strict=True)
         ]
         return self._run(requests, use_tqdm)
 

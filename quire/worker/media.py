@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -90,6 +91,9 @@ class WorkerMedia:
         self._embeds, self._answers = embeds, answers
         self._both_ways = "" if encoder is None else encoder.both_ways
         self.failed: dict[str, str] = {}  # key -> why there are no vectors
+        device = rows.tokens.device
+        # Encoders that are not ours wait for their device: on a stream of their own, not for the steps before.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def follow(self, plan: StepPlan) -> dict[str, str]:
         """Once the rows have taken the plan in, before its forward pass; requests that are lost, and why."""
@@ -138,15 +142,26 @@ class WorkerMedia:
 
     @torch.inference_mode()
     def _encode(self, item: MediaItem) -> Tensor:
+        if self._stream is None:
+            return self._vectors(item)
+        steps = torch.cuda.current_stream(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            vectors = self._vectors(item)
+        steps.wait_stream(self._stream)
+        vectors.record_stream(steps)
+        return vectors
+
+    def _vectors(self, item: MediaItem) -> Tensor:
         device = self._rows.tokens.device
-        arrays = {name: tensor_of(array).to(device) for name, array in item.arrays.items()}
+        arrays = {name: tensor_of(array, device) for name, array in item.arrays.items()}
         if EMBEDS in arrays:
             vectors = arrays[EMBEDS]
             vectors = torch.nn.functional.pad(vectors, (0, self._width - vectors.shape[-1]))  # for later layers: none
         elif self._encoder is None:
             raise ValueError("this model has no encoder for media")
         else:
-            vectors = self._encoder.encode(item.modality, arrays)
+            with exact_convolutions(self._dtype):
+                vectors = self._encoder.encode(item.modality, arrays)
         count = len(places_of_vectors(item))
         if tuple(vectors.shape) != (count, self._width):
             raise ValueError(
@@ -171,13 +186,28 @@ class WorkerMedia:
         return lost
 
 
-def tensor_of(array: ArrayData) -> Tensor:
-    """On the host. ValueError where shape, dtype and bytes do not agree."""
+def exact_convolutions(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Of a GPU, those in float32 would be rounded to 10 bits."""
+    cudnn = torch.backends.cudnn
+    if dtype is not torch.float32 or not torch.cuda.is_available():
+        return nullcontext()
+    flags: AbstractContextManager[None] = cudnn.flags(
+        enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
+    )
+    return flags
+
+
+def tensor_of(array: ArrayData, device: torch.device) -> Tensor:
+    """ValueError where shape, dtype and bytes do not agree."""
     dtype = _DTYPES.get(array.dtype)
     if dtype is None or any(size < 0 for size in array.shape):
         raise ValueError(f"an array of dtype {array.dtype!r} and shape {list(array.shape)} cannot be read")
     if math.prod(array.shape) * dtype.itemsize != len(array.data):
         raise ValueError(f"an array of shape {list(array.shape)} and dtype {array.dtype} has {len(array.data)} bytes")
     if not array.data:
-        return torch.empty(array.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(array.data), dtype=dtype).reshape(array.shape)
+        return torch.empty(array.shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        return torch.frombuffer(bytearray(array.data), dtype=dtype).reshape(array.shape)
+    host = torch.empty(array.shape, dtype=dtype, pin_memory=True)
+    host.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(array.data, np.uint8)
+    return host.to(device, non_blocking=True)
