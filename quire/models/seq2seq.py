@@ -109,6 +109,16 @@ class Seq2Seq(nn.Module):
         token_ids = arrays["token_ids"]
         return self.encoder(Texts(token_ids, (len(token_ids),)))
 
+    def encode_nothing(self, num_tokens: int) -> None:
+        """An input of so many tokens, or of as many as the encoder reads at most; for trials."""
+        core, device = self.arch.encoder.core, self.storage.device
+        if self.arch.encoder.bins:
+            frames = 2 * min(num_tokens, core.positions)
+            self.encoder.listen(torch.zeros((self.arch.encoder.bins, frames), device=device))
+        else:
+            count = min(num_tokens, core.max_positions)
+            self.encoder(Texts(torch.zeros(count, dtype=torch.int64, device=device), (count,)))
+
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
 

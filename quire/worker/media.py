@@ -60,6 +60,10 @@ class EncodesItems(Protocol):
 
     def encode_item(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor: ...
 
+    def encode_nothing(self, num_tokens: int) -> None:
+        """Compute what an input of so many tokens takes, or of as many as there may be."""
+        ...
+
 
 class OwnEncoder:
     """The encoder of an encoder-decoder model, which is loaded with the model."""

@@ -19,6 +19,7 @@ from quire.worker.inputs import StepShape
 from quire.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
+    from quire.worker.media import EncodesItems
     from quire.worker.pooling_runner import PoolingRunner
 
 TOKENS = (2, 4, 16, 64, 256, 1024, 4096)  # beside the largest step: some kernels go by the number of tokens
@@ -67,6 +68,9 @@ class Trial:
         counts = np.full(num_rows, min(num_tokens // num_rows, self._max_len), np.int64)
         for row in range(num_rows):
             counts[row] += min(num_tokens - int(counts.sum()), self._max_len - counts[row])
+        if self._runner.rows.has_cross:
+            with torch.inference_mode():
+                self._encoder().encode_nothing(num_tokens)
         self._run(np.zeros_like(counts), counts, filters)
 
     def mixed(self, chunk: int, num_decodes: int, context: int) -> None:
@@ -153,17 +157,21 @@ class Trial:
 
     def _with_encoders(self, shape: StepShape) -> StepShape:
         """In a step of prompts, as many tokens come from encoders as decoders have: at least one for each row."""
-        from quire.worker.media import EncodesItems  # lazy
-
-        model, device = self._runner.model, self._inputs.device
-        assert isinstance(model, EncodesItems)
+        device = self._inputs.device
         lens = np.minimum(shape.counts, self._longest_encoded())
         begins = shape.starts == 0
         encoded = None
         if begins.any():
-            dtype = next(model.parameters()).dtype
-            encoded = torch.zeros((int(lens[begins].sum()), model.width), dtype=dtype, device=device)
+            dtype = next(self._runner.model.parameters()).dtype
+            encoded = torch.zeros((int(lens[begins].sum()), self._encoder().width), dtype=dtype, device=device)
         return replace(shape, encoder_lens=lens, begins=begins, encoded=encoded)
+
+    def _encoder(self) -> EncodesItems:
+        from quire.worker.media import EncodesItems  # lazy
+
+        model = self._runner.model
+        assert isinstance(model, EncodesItems)
+        return model
 
     def _longest_encoded(self) -> int:
         cross = [table for table in self._runner.rows.tables if table.group.kind is KVKind.CROSS]

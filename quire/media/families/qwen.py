@@ -108,12 +108,10 @@ class Qwen2VL(Family):
 
         filter_, levels = settings.filter(BICUBIC), settings.levels()
         bytes_ = np.stack([pixels.planes(pixels.resize(frame, size, filter_)) for frame in frames])
-        return pixels.patches(
-            levels.apply(bytes_),
-            settings.whole("patch_size"),
-            settings.whole("merge_size"),
-            settings.whole("temporal_patch_size"),
-        )
+        patch, merge = settings.whole("patch_size"), settings.whole("merge_size")
+        flat, grid = pixels.patches(bytes_, patch, merge, settings.whole("temporal_patch_size"))
+        # Bytes are put in order, a quarter of what floats are.
+        return levels.apply(flat.reshape(len(flat), len(bytes_[0]), -1, patch)).reshape(len(flat), -1), grid
 
 
 class Qwen3VL(Qwen2VL):
