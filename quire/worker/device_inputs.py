@@ -62,8 +62,9 @@ class DeviceInputs:
         self._placed = [i for i, table in enumerate(rows.tables) if table.group.kind is not KVKind.CROSS]
         self._tables = [self.mirror.tables[i] for i in self._placed]
         self._block_sizes = [rows.tables[i].group.block_size for i in self._placed]
-        per_token = 5 + fields.adapters + fields.channels + fields.encoders  # row, position; what samples: any token of a step may
-        size = per_token * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES + 64 + 4 * fields.channels + 4
+        num_fields = fields.adapters + fields.channels + fields.encoders
+        per_token = 5 + num_fields  # row, position; what samples: any token of a step may
+        size = per_token * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES + 64 + 4 * num_fields
         self.staging = Staging(size, device)
         self.buffers = make_buffers(max(max_tokens, rows.max_rows), len(rows.tables), device)
         self._gather = gather_inputs.on(device)

@@ -162,7 +162,7 @@ class Trial:
         begins = shape.starts == 0
         encoded = None
         if begins.any():
-            dtype = next(self._runner.model.parameters()).dtype
+            dtype = next(weight.dtype for _, weight in self._runner.model.named_parameters())
             encoded = torch.zeros((int(lens[begins].sum()), self._encoder().width), dtype=dtype, device=device)
         return replace(shape, encoder_lens=lens, begins=begins, encoded=encoded)
 

@@ -374,14 +374,14 @@ def _attend_kernel(
         if not AHEAD:
             acc, top, total = _scan(
                 acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row,
-                page_rows, table, positions, slopes, slope, begin, cut, first, last, page_stride, scale_page, scale, cap,
-                DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False, TMA,
+                page_rows, table, positions, slopes, slope, begin, cut, first, last, page_stride, scale_page, scale,
+                cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False, TMA,
                 CODING, PRECISION,
             )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows,
-        table, positions, slopes, slope, cut, end, first, last, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
-        BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION,
+        table, positions, slopes, slope, cut, end, first, last, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N,
+        BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION,
     )  # fmt: skip
     if AHEAD:  # last: ptxas does not overlap matmuls if another loop follows
         acc, top, total = _scan_ahead(
