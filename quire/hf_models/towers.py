@@ -20,6 +20,9 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from quire.hf_models.foreign import class_of, config_of, default_dtype, quiet
+from quire.hf_models.vision_blocks import fuse_blocks
+from quire.ops.attention import packed_attention
+from quire.ops.op import Kernels
 from quire.schema.errors import CheckpointError, NotBuiltError, some
 
 _METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
@@ -158,12 +161,14 @@ def load_tower(
     else:
         module = _read(kind, config, path, dtype, safetensors)
     _drop_language(module)
+    module = module.eval().requires_grad_(False).to(device)
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
         _attend_packed(module)
-    return Tower(kind.__name__, module.eval().requires_grad_(False).to(device), dtype)
+        fuse_blocks(module, Kernels.here(device))
+    return Tower(kind.__name__, module, dtype)
 
 
-def packed_attention(
+def attend_packed(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D], as all of them
     key: Tensor,
@@ -183,13 +188,12 @@ def packed_attention(
         )
         return attended
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    ends, longest = cu_seq_lens_q, max_length_q
-    flash = torch.ops.aten._flash_attention_forward
-    return flash(q, k, v, ends, ends, longest, longest, 0.0, False, False, scale=scaling)[0][None], None
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention.on(q.device)(q, k, v, cu_seq_lens_q, max_length_q, scale)[None], None
 
 
 _PACKED = "quire_flash"  # transformers tells by "flash" in a name that it may hand over where texts end
-AttentionInterface.register(_PACKED, packed_attention)
+AttentionInterface.register(_PACKED, attend_packed)
 
 
 def _attend_packed(module: nn.Module) -> None:

@@ -375,8 +375,8 @@ def _attend_kernel(
             acc, top, total = _scan(
                 acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row,
                 page_rows, table, positions, slopes, slope, begin, cut, first, last, page_stride, scale_page, scale,
-                cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False, TMA,
-                CODING, PRECISION,
+                cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False,
+                TMA, CODING, PRECISION,
             )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows,
