@@ -90,4 +90,3 @@ def test_kernels_of_encoders(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(towers, "fuse_blocks", lambda module, kernels: None)
     usual = encode(load_tower(raw, str(tmp_path), dtype=torch.bfloat16, device=cuda))
     assert (found - exact).norm() < 1.5 * (usual - exact).norm() + 1e-3 * exact.norm()
-    assert (found - usual).norm() > 0  # another way
