@@ -109,9 +109,13 @@ class Qwen2VL(Family):
         filter_, levels = settings.filter(BICUBIC), settings.levels()
         bytes_ = np.stack([pixels.planes(pixels.resize(frame, size, filter_)) for frame in frames])
         patch, merge = settings.whole("patch_size"), settings.whole("merge_size")
-        flat, grid = pixels.patches(bytes_, patch, merge, settings.whole("temporal_patch_size"))
-        # Bytes are put in order, a quarter of what floats are.
-        return levels.apply(flat.reshape(len(flat), len(bytes_[0]), -1, patch)).reshape(len(flat), -1), grid
+        # Bytes are put in order, a quarter of what floats are; and an image once, though it is its next frame too.
+        depth, channels = settings.whole("temporal_patch_size"), len(bytes_[0])
+        flat, grid = pixels.patches(bytes_, patch, merge, 1 if len(frames) == 1 else depth)
+        floats = levels.apply(flat.reshape(len(flat), channels, -1, patch))
+        if len(frames) == 1 and depth > 1:
+            floats = np.broadcast_to(floats[:, :, None], (len(flat), channels, depth, patch, patch))
+        return floats.reshape(len(flat), -1), grid
 
 
 class Qwen3VL(Qwen2VL):
