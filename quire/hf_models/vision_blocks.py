@@ -105,9 +105,8 @@ def fuse_blocks(module: nn.Module, kernels: Kernels) -> None:
         _run_once(first)
 
 
-def _act_of(block: nn.Module) -> str:
-    config: Any = block.attn.config
-    return str(config.hidden_act)
+def _act_of(block: Any) -> str:
+    return str(block.attn.config.hidden_act)
 
 
 @torch.inference_mode()

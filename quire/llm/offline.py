@@ -223,7 +223,7 @@ class LLM:
         engine, results = self.llm_engine, dict[str, Any]()
         mine = {one.request_id for one in requests}
         engine.add(requests)
-        total = len(requests) if coming is None else coming.count
+        total = len(requests) if coming is None else coming.total
         bar = None
         try:
             if use_tqdm is not False:
@@ -390,7 +390,7 @@ class _Coming(NamedTuple):
 
     requests: Iterator[PreparedRequest]
     prompts: MediaAhead
-    count: int
+    total: int
 
     def take(self, num_running: int) -> list[PreparedRequest]:
         """Those that are ready; where none is and none runs, the next."""
