@@ -20,7 +20,7 @@ from quire.schema.prompt import Prompt
 AHEAD = 32  # prompts whose media are processed at once, or wait for their turn
 
 
-class _Begun(NamedTuple):
+class _LoadingPrompt(NamedTuple):
     prompt: Any
     futures: dict[str, list[Future[Any]]] | None  # None: it has no media, or what is wrong with them is told later
 
@@ -33,7 +33,7 @@ class MediaAhead:
 
     def __init__(self, inputs: InputProcessor, prompts: Sequence[Any]) -> None:
         self._inputs, self._left = inputs, deque(prompts)
-        self._begun: deque[_Begun] = deque()
+        self._begun: deque[_LoadingPrompt] = deque()
         self._fill()
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,8 +56,8 @@ class MediaAhead:
 
     def close(self) -> None:
         """What has not begun will not."""
-        for begun in self._begun:
-            for future in begun.all():
+        for one in self._begun:
+            for future in one.all():
                 future.cancel()
         self._begun.clear()
         self._left.clear()
@@ -66,12 +66,12 @@ class MediaAhead:
         while self._left and len(self._begun) < AHEAD:
             self._begun.append(self._begin(self._left.popleft()))
 
-    def _begin(self, source: Any) -> _Begun:
+    def _begin(self, source: Any) -> _LoadingPrompt:
         try:
             prompt = Prompt.of(source)
-            given = prompt.loaded_media or prompt.media
-            if not prompt.media or has_items(prompt) or self._inputs.media.known(given) is not None:
-                return _Begun(source, None)
-            return _Begun(prompt, self._inputs.begin_media(prompt))
+            media = prompt.loaded_media or prompt.media
+            if not prompt.media or has_items(prompt) or self._inputs.media.known(media) is not None:
+                return _LoadingPrompt(source, None)
+            return _LoadingPrompt(prompt, self._inputs.begin_media(prompt))
         except QuireError:  # which it will meet again
-            return _Begun(source, None)
+            return _LoadingPrompt(source, None)
