@@ -95,9 +95,6 @@ class WorkerMedia:
         self._embeds, self._answers = embeds, answers
         self._both_ways = "" if encoder is None else encoder.both_ways
         self.failed: dict[str, str] = {}  # key -> why there are no vectors
-        device = rows.tokens.device
-        # Encoders that are not ours wait for their device: on a stream of their own, not for the steps before.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def follow(self, plan: StepPlan) -> dict[str, str]:
         """Once the rows have taken the plan in, before its forward pass; requests that are lost, and why."""
@@ -146,16 +143,6 @@ class WorkerMedia:
 
     @torch.inference_mode()
     def _encode(self, item: MediaItem) -> Tensor:
-        if self._stream is None:
-            return self._vectors(item)
-        steps = torch.cuda.current_stream(self._stream.device)
-        with torch.cuda.stream(self._stream):
-            vectors = self._vectors(item)
-        steps.wait_stream(self._stream)
-        vectors.record_stream(steps)
-        return vectors
-
-    def _vectors(self, item: MediaItem) -> Tensor:
         device = self._rows.tokens.device
         arrays = {name: tensor_of(array, device) for name, array in item.arrays.items()}
         if EMBEDS in arrays:
