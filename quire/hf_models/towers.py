@@ -163,12 +163,12 @@ def load_tower(
     _drop_language(module)
     module = module.eval().requires_grad_(False).to(device)
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
-        _attend_packed(module)
+        attend_packed(module)
         fuse_blocks(module, Kernels.here(device))
     return Tower(kind.__name__, module, dtype)
 
 
-def attend_packed(
+def _attend(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D], as all of them
     key: Tensor,
@@ -193,10 +193,10 @@ def attend_packed(
 
 
 _PACKED = "quire_flash"  # transformers tells by "flash" in a name that it may hand over where texts end
-AttentionInterface.register(_PACKED, attend_packed)
+AttentionInterface.register(_PACKED, _attend)
 
 
-def _attend_packed(module: nn.Module) -> None:
+def attend_packed(module: nn.Module) -> None:
     for part in module.modules():
         config = part.__dict__.get("config")
         if isinstance(config, PreTrainedConfig) and "cu_seqlens" in inspect.signature(part.forward).parameters:

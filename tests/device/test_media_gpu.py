@@ -86,7 +86,7 @@ def test_kernels_of_encoders(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     parts = [part for part in packed.module.modules() if "config" in part.__dict__]
     assert any(part.config._attn_implementation == "quire_flash" for part in parts)
     found = encode(packed)
-    monkeypatch.setattr(towers, "_attend_packed", lambda module: None)
+    monkeypatch.setattr(towers, "attend_packed", lambda module: None)
     monkeypatch.setattr(towers, "fuse_blocks", lambda module, kernels: None)
     usual = encode(load_tower(raw, str(tmp_path), dtype=torch.bfloat16, device=cuda))
     assert (found - exact).norm() < 1.5 * (usual - exact).norm() + 1e-3 * exact.norm()
