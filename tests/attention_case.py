@@ -18,7 +18,7 @@ from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 RULES: list[dict[str, Any]] = [
     {}, {"window": 40}, {"chunk": 48}, {"softcap": 3.0}, {"sinks": True}, {"alibi": True},
-    {"window": 9, "softcap": 2.0, "sinks": True},
+    {"learned": True}, {"window": 9, "softcap": 2.0, "sinks": True},
 ]  # fmt: skip
 RULE_NAMES = ["-".join(rule) or "plain" for rule in RULES]
 
@@ -56,6 +56,8 @@ class Case:
         self.scale = size**-0.5
         self.sinks = torch.randn(heads, generator=make).to(dtype) if self.rule.get("sinks") else None
         self.alibi = alibi_slopes(heads) if self.rule.get("alibi") else None
+        if self.rule.get("learned"):  # scores of 24 distances
+            self.alibi = torch.randn((heads, 24), generator=make)
 
     def _share(self, tokens, rows):
         starts = [sum(self.contexts[:row]) for row in rows]

@@ -3,13 +3,16 @@
 In: one step of one such group, where GroupStep describes two texts: `query_lens` are the row's tokens in this step,
 `context_lens` the tokens of its encoder output (complete from the row's first step on), `slots` the slots of the keys
 and values of encoder outputs that arrive with this step. Out: a plan that writes those, and lets every query read
-all of its row's. Plain torch on any device: reading a context is one gather. Must not know: models, requests.
+all of its row's. In plain torch reading a context is one gather (CrossPlan). Where the backend's own plans attend over
+pages (PagedCrossPlan), every query is an entry of its own, which sees its whole context; so decodes can be captured.
+Must not know: models, requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -74,6 +77,61 @@ class CrossPlan:
         return torch.cat(out)
 
 
+class PagedCrossPlan:
+    run_fused = None
+
+    def __init__(self, step: GroupStep, group: KVGroup, attention: AttentionBackend) -> None:
+        self._slots = step.slots
+        if not step.is_static:
+            counts = np.asarray(step.query_lens)
+            entries = np.repeat(np.arange(len(counts)), counts)
+            rows = upload(entries, step.block_tables.device)
+            if step.row_index is not None:
+                rows = step.row_index[rows]
+            starts = torch.arange(len(entries) + 1, dtype=torch.int32, device=rows.device)
+            step = GroupStep(
+                block_tables=step.block_tables, query_starts=starts, slots=step.slots, row_index=rows,
+                context_lens=np.asarray(step.context_lens)[entries].tolist(), query_lens=[1] * len(entries),
+            )  # fmt: skip
+        self._plan = cast(PagedPlan, attention.plan(step, group))
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        cache: LayerCache | None,
+        *,
+        scale: float,
+        v_size: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+    ) -> Tensor:
+        """As CrossPlan."""
+        if not isinstance(cache, WritableCache) or v is None or alibi is not None:
+            raise ConfigError("cross attention takes keys and values, a separate cache, and no distances")
+        if len(k):
+            cache.write(self._slots, k, v)
+        return self._plan.run(q, None, None, cache, scale=scale, softcap=softcap, sinks=sinks)
+
+
+class PagedPlan(Protocol):
+    """A plan that can attend to what is in a cache already."""
+
+    def run(
+        self, q: Tensor, k: None, v: None, cache: LayerCache | None, *, scale: float, softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor: ...  # fmt: skip
+
+
+@runtime_checkable
+class WritableCache(Protocol):
+    """A cache to which tokens can be written by slot."""
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor | None) -> None: ...
+
+
 class WithCross:
     """An attention backend, plus cross-attention for the groups that need it."""
 
@@ -100,4 +158,16 @@ class WithCross:
     def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
         if group.kind is KVKind.CROSS:
             return CrossPlan(step, group.block_size)
+        return self.attention.plan(step, group)
+
+
+class WithPagedCross(WithCross):
+    """The same, where the backend's plans attend over pages whatever text those hold."""
+
+    def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
+        return self.attention.make_cache(spec, num_blocks, memory)
+
+    def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
+        if group.kind is KVKind.CROSS:
+            return PagedCrossPlan(step, group, self.attention)
         return self.attention.plan(step, group)

@@ -36,9 +36,9 @@ def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None
 
         backend = WithStates(backend)
     if any(spec.kind is KVKind.CROSS for spec in specs):
-        from quire.attention.cross import WithCross  # lazy
+        from quire.attention.cross import WithCross, WithPagedCross  # lazy
 
-        backend = WithCross(backend)
+        backend = WithPagedCross(backend) if kind == "cuda" else WithCross(backend)
     for spec in specs:
         reason = backend.supports(spec)
         if reason is not None:

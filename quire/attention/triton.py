@@ -47,7 +47,7 @@ from quire.ops.triton.attention import (
 )
 from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes, probe_column
 from quire.ops.triton.launch import DESCRIPTORS
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 LEAST_KEYS = 256  # of a split; half as many if tiles alone do not fill the device
@@ -489,8 +489,6 @@ class TritonPlan:
                 cache.calibrate(k[self.slots >= 0], None if v is None else v[self.slots >= 0])
             write_kv(k, v, cache, self.slots)
         q = dense(q)
-        if alibi is not None and alibi.dim() == 2:
-            raise NotBuiltError("attention with learned distances (T5) is not built for GPUs; use a CPU")
         plain = k is not None and v is not None and not softcap and sinks is None and alibi is None
         call = WorkListKey.of(self.backend, q.dtype, q.shape[1], cache, v_size, plain=plain)
         if k is not None and v is not None and cache.scales is not None and self.lists.prompts(call):

@@ -97,7 +97,6 @@ def check_encoder_decoder(requested: Mapping[str, Any], config: EngineConfig) ->
         return config
     refused: dict[str, Any] = {
         "runner": model.runner if model.is_pooling else None,
-        "device": config.device_config.device if config.device_config.device != "cpu" else None,
         "pipeline_parallel_size": parallel.pipeline_parallel_size if parallel.pipeline_parallel_size > 1 else None,
         "enable_lora": config.enable_lora or None,
         "speculative_config": None if config.speculative_config is None else "given",
@@ -109,7 +108,7 @@ def check_encoder_decoder(requested: Mapping[str, Any], config: EngineConfig) ->
         if value is not None:
             raise NotBuiltError(
                 f"{model.architecture} is an encoder-decoder model, for which {name}={value!r} is not built: these run "
-                "on CPU workers with Quire's own code",
+                "with Quire's own code, on one stage",
                 param=name,
             )
     return config

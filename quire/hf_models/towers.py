@@ -17,8 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from quire.hf_models.foreign import class_of, config_of, default_dtype, quiet
+from quire.hf_models.vision_blocks import fuse_blocks
+from quire.ops.attention import packed_attention
+from quire.ops.op import Kernels
 from quire.schema.errors import CheckpointError, NotBuiltError, some
 
 _METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
@@ -152,12 +156,51 @@ def load_tower(
     _without_layers(config)
     _without_quantization(config)
     if is_dummy:
-        with quiet(), default_dtype(dtype):
+        with quiet(), torch.device(device), default_dtype(dtype):
             module: nn.Module = kind(config)
     else:
         module = _read(kind, config, path, dtype, safetensors)
     _drop_language(module)
-    return Tower(kind.__name__, module.eval().requires_grad_(False).to(device), dtype)
+    module = module.eval().requires_grad_(False).to(device)
+    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        attend_packed(module)
+        fuse_blocks(module, Kernels.here(device))
+    return Tower(kind.__name__, module, dtype)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D], as all of them
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Of texts or windows that lie one after another, where the caller says where each ends: one call of torch's flash
+    attention for all of them. transformers' own way without a further package is a call for each."""
+    if cu_seq_lens_q is None or max_length_q is None:
+        kwargs = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
+        attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return attended
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention.on(q.device)(q, k, v, cu_seq_lens_q, max_length_q, scale)[None], None
+
+
+_PACKED = "quire_flash"  # transformers tells by "flash" in a name that it may hand over where texts end
+AttentionInterface.register(_PACKED, _attend)
+
+
+def attend_packed(module: nn.Module) -> None:
+    for part in module.modules():
+        config = part.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig) and "cu_seqlens" in inspect.signature(part.forward).parameters:
+            config._attn_implementation = _PACKED
 
 
 def _without_layers(config: PreTrainedConfig) -> None:

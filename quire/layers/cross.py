@@ -38,10 +38,10 @@ class CrossAttention(KVLayer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
-        encoded = x[:0] if batch.encoded is None else batch.encoded
-        kv = self.kv(encoded).view(encoded.shape[0], 2 * kind.kv_heads, kind.head_dim)
-        out = batch.plans[self.group].run(
-            self.q(x).view(tokens, kind.heads, kind.head_dim), kv[:, : kind.kv_heads], kv[:, kind.kv_heads :],
-            self.cache, scale=kind.scale, softcap=kind.softcap,
-        )  # fmt: skip
+        q = self.q(x).view(tokens, kind.heads, kind.head_dim)
+        k = v = q[:0, : kind.kv_heads]
+        if batch.encoded is not None:
+            kv = self.kv(batch.encoded).view(len(batch.encoded), 2 * kind.kv_heads, kind.head_dim)
+            k, v = kv[:, : kind.kv_heads], kv[:, kind.kv_heads :]
+        out = batch.plans[self.group].run(q, k, v, self.cache, scale=kind.scale, softcap=kind.softcap)
         return self.o(out.reshape(tokens, -1))

@@ -1,7 +1,8 @@
 """LLM: many prompts in, their answers out, in order. The engine runs in this process by default.
 
 In: prompts, conversations, parameters. Out: lists of RequestOutput (or BeamSearchOutput). Either every prompt of a
-call is taken or, when one is refused, none; whatever interrupts a call leaves the engine ready for the next one.
+call is taken or, when one is refused, none: of prompts with media, which run as soon as those are processed, the ones
+before are aborted. Whatever interrupts a call leaves the engine ready for the next one.
 Must not know: how a request is run.
 """
 
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -37,6 +38,7 @@ from quire.schema.prompt import TokensPrompt
 
 if TYPE_CHECKING:
     from quire.llm.beam import BeamSearchOutput
+    from quire.llm.media_ahead import MediaAhead
     from quire.llm.pooling import PoolingCalls
     from quire.text.tokenizer import Tokenizer
 
@@ -110,11 +112,22 @@ class LLM:
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
         distinct = {id(one): one for one in params}  # what several prompts share is checked and sent once
         final = {key: self._resolve(one) for key, one in distinct.items()}
-        requests = [
-            self._prepare(prompt, final[id(one)], msgspec.structs.replace(options, priority=urgency, lora_request=lora))
-            for prompt, one, urgency, lora in zip(prompts, params, priorities, adapters, strict=True)
-        ]
-        return self._run(requests, use_tqdm)
+        how = zip(params, priorities, adapters, strict=True)
+
+        def prepared(prompts: Iterable[Any]) -> Iterator[PreparedRequest]:
+            for prompt, (one, urgency, lora) in zip(prompts, how, strict=True):
+                own = msgspec.structs.replace(options, priority=urgency, lora_request=lora)
+                yield self._prepare(prompt, final[id(one)], own)
+
+        if len(prompts) == 1 or not self.llm_engine.front.inputs.takes_media:
+            return self._run(list(prepared(prompts)), use_tqdm)
+        from quire.llm.media_ahead import MediaAhead  # lazy
+
+        ahead: MediaAhead = MediaAhead(self.llm_engine.front.inputs, prompts)
+        try:
+            return self._run([], use_tqdm, _Coming(prepared(ahead), ahead, len(prompts)))
+        finally:
+            ahead.close()
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
         """Only whole answers are handed out."""
@@ -205,16 +218,21 @@ class LLM:
     def _prepare(self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
-    def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm) -> list[Any]:
+    def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm, coming: _Coming | None = None) -> list[Any]:
         """Turn the engine until all of these have ended; results of the requested kind."""
         engine, results = self.llm_engine, dict[str, Any]()
         mine = {one.request_id for one in requests}
         engine.add(requests)
+        total = len(requests) if coming is None else coming.total
         bar = None
         try:
             if use_tqdm is not False:
-                bar = Progress.make(use_tqdm, total=len(requests), words="Processed prompts")
-            while len(results) < len(requests):
+                bar = Progress.make(use_tqdm, total=total, words="Processed prompts")
+            while len(results) < total:
+                if coming is not None and (new := coming.take(len(requests) - len(results))):
+                    engine.add(new)
+                    requests += new
+                    mine |= {one.request_id for one in new}
                 for result in engine.step():
                     if result.finished and result.request_id in mine:
                         results[result.request_id] = result
@@ -365,6 +383,21 @@ class LLM:
         return self._pooling.score(
             data_1, data_2, pooling_params, use_tqdm, options, truncate_prompt_tokens, chat_template
         )
+
+
+class _Coming(NamedTuple):
+    """Requests whose prompts are being read."""
+
+    requests: Iterator[PreparedRequest]
+    prompts: MediaAhead
+    total: int
+
+    def take(self, num_running: int) -> list[PreparedRequest]:
+        """Those that are ready; where none is and none runs, the next."""
+        new: list[PreparedRequest] = []
+        while (self.prompts.is_ready or not num_running + len(new)) and (one := next(self.requests, None)) is not None:
+            new.append(one)
+        return new
 
 
 def list_prompts(prompts: Any) -> list[Any]:

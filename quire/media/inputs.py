@@ -52,6 +52,7 @@ class LoadedItem(NamedTuple):
     item: ProcessedItem
     key: str
     is_embeds: bool = False
+    sent: Mapping[str, ArrayData] | None = None  # its arrays as they go to an engine; None: not made yet
 
 
 class LoadedMedia(NamedTuple):
@@ -267,10 +268,12 @@ class MediaInputs:
 
 
 def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mask: bytes) -> MediaItem:
-    arrays = {
-        name: array if isinstance(array, ArrayData) else array_data(array) for name, array in loaded.item.arrays.items()
-    }
+    arrays = _sent(loaded.item) if loaded.sent is None else dict(loaded.sent)
     return MediaItem(modality=modality, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
+
+
+def _sent(item: ProcessedItem) -> dict[str, ArrayData]:
+    return {name: array if isinstance(array, ArrayData) else array_data(array) for name, array in item.arrays.items()}
 
 
 def array_data(array: Any) -> ArrayData:
@@ -349,7 +352,7 @@ class _ItemJob:
         if item.item.num_vectors < 1:
             raise InputError(f"the {self.modality} is too small: it has no vectors", param="multi_modal_data")
         self.tally.add(item.item.num_vectors)
-        return item
+        return item._replace(sent=_sent(item.item))  # a copy of all pixels
 
     def _load(self, value: Any, uuid: str | None) -> LoadedItem:
         owner = self.owner

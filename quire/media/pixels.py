@@ -45,7 +45,7 @@ class Levels:
             table = (table - mean) / std
         out = np.empty(pixels.shape, np.float32)
         for channel in range(3):
-            out[..., channel, :, :] = table[channel][pixels[..., channel, :, :]]
+            np.take(table[channel], pixels[..., channel, :, :], out=out[..., channel, :, :], mode="clip")
         return out
 
 

@@ -69,7 +69,7 @@ class SharedTable(WeightTable):
 
 
 class Seq2Seq(nn.Module):
-    captures = False
+    captures = True
 
     def __init__(self, arch: Seq2SeqArch, storage: Storage, *, max_model_len: int) -> None:
         super().__init__()
@@ -108,6 +108,16 @@ class Seq2Seq(nn.Module):
             return self.encoder.listen(arrays["input_features"])
         token_ids = arrays["token_ids"]
         return self.encoder(Texts(token_ids, (len(token_ids),)))
+
+    def encode_nothing(self, num_tokens: int) -> None:
+        """An input of so many tokens, or of as many as the encoder reads at most; for trials."""
+        core, device = self.arch.encoder.core, self.storage.device
+        if self.arch.encoder.bins:
+            frames = 2 * min(num_tokens, core.positions)
+            self.encoder.listen(torch.zeros((self.arch.encoder.bins, frames), device=device))
+        else:
+            count = min(num_tokens, core.max_positions)
+            self.encoder(Texts(torch.zeros(count, dtype=torch.int64, device=device), (count,)))
 
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)

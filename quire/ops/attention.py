@@ -265,3 +265,27 @@ def _mask_around(
         reach = near.shape[1] // 2
         mask = near.float()[:, gap.clamp(-reach, reach) + reach]
     return mask.masked_fill(gap.abs() >= window, float("-inf")) if window else mask
+
+
+@op
+def packed_attention(
+    q: Tensor,  # [T, H, D], as k and v: texts one after another
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,  # [N + 1] int32, from 0 to T
+    longest: int,
+    scale: float,
+) -> Tensor:  # [T, H, D]
+    """Every query of a text over every key of that text; where texts end is known to the device."""
+    lens = (ends[1:] - ends[:-1]).tolist()
+    return ragged_attention.reference(q, k, v, lens, lens, scale=scale)
+
+
+@packed_attention.form("cuda")
+def packed_attention_cuda(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+    """torch's flash attention, which takes 16 bits."""
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8:
+        return packed_attention.reference(q, k, v, ends, longest, scale)
+    flash = torch.ops.aten._flash_attention_forward
+    out: Tensor = flash(q, k, v, ends, ends, longest, longest, 0.0, False, False, scale=scale)[0]
+    return out

@@ -160,3 +160,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
         swapped = torch.cat((head[..., dim // 2 :], head[..., : dim // 2]), -1)
     turned = (head * cos).add_(swapped * sin).to(x.dtype)
     return turned if head is x else torch.cat((turned, x[..., dim:]), -1)
+
+
+@op
+def turn_heads_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate all of each head of x [T, H, D], halves, in place and in float32, by cos and sin [T, D], both unsigned."""
+    wide, half = x.float(), x.shape[-1] // 2
+    swapped = torch.cat((-wide[..., half:], wide[..., :half]), -1)
+    x.copy_(wide * cos[:, None].float() + swapped * sin[:, None].float())

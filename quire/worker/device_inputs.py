@@ -7,7 +7,8 @@ kernels; nothing is read back. The CPU worker has its own, simpler way (inputs.b
     sent, captured step of T tokens:     row [T] | position [T] | fields | what samples: token, row, position | changes
     sent, any other step:                row, contexts, query starts | row and position of each token |
                                          what samples: token, row, position | changes of the block tables
-    fields, of graphs captured with them: each channel of the positions [B] | adapter [B], if a row has one
+    fields, of graphs captured with them: each channel of the positions [B] | length of the encoder's output [B] |
+                                          adapter [B], if a row has one
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class GraphFields(NamedTuple):
 
     adapters: bool = False  # read by graphs of decodes that have them; others do not
     channels: int = 0  # of positions; 0: one
+    encoders: bool = False  # how long the output of each row's encoder is
 
 
 class DeviceInputs:
@@ -60,8 +62,9 @@ class DeviceInputs:
         self._placed = [i for i, table in enumerate(rows.tables) if table.group.kind is not KVKind.CROSS]
         self._tables = [self.mirror.tables[i] for i in self._placed]
         self._block_sizes = [rows.tables[i].group.block_size for i in self._placed]
-        per_token = 5 + fields.adapters + fields.channels  # row, position; what samples: any token of a step may
-        size = per_token * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES + 64 + 4 * fields.channels
+        num_fields = fields.adapters + fields.channels + fields.encoders
+        per_token = 5 + num_fields  # row, position; what samples: any token of a step may
+        size = per_token * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES + 64 + 4 * num_fields
         self.staging = Staging(size, device)
         self.buffers = make_buffers(max(max_tokens, rows.max_rows), len(rows.tables), device)
         self._gather = gather_inputs.on(device)
@@ -99,7 +102,9 @@ class DeviceInputs:
 
     def holds(self, shape: StepShape, *, adapters: bool = False) -> bool:
         """Whether graphs, with or without adapters, have a place for everything that this step brings."""
-        if shape.vectors is not None or shape.encoder_lens is not None or shape.both_ways:
+        if shape.vectors is not None or shape.both_ways or shape.encoded is not None:
+            return False
+        if shape.encoder_lens is not None and not self.fields.encoders:
             return False
         if shape.adapters is not None and not adapters:
             return False
@@ -122,12 +127,14 @@ class DeviceInputs:
     def _static_parts(self, shape: StepShape, rows: np.ndarray, positions: np.ndarray, bucket: int) -> list[np.ndarray]:
         """[bucket] int32 each: rows and positions of the tokens, then the fields of a graph; padding behind them."""
         count, channels = len(rows), self.fields.channels
-        packed = np.zeros((2 + channels + (shape.adapters is not None), bucket), np.int32)
+        packed = np.zeros((2 + channels + self.fields.encoders + (shape.adapters is not None), bucket), np.int32)
         packed[0, count:] = self.scrap
         packed[0, :count] = rows
         packed[1, :count] = positions
         if channels:
             packed[2 : 2 + channels, :count] = positions if shape.channels is None else shape.channels
+        if shape.encoder_lens is not None:
+            packed[2 + channels, :count] = np.repeat(shape.encoder_lens, shape.counts)
         if shape.adapters is not None:
             packed[-1, :count] = np.repeat(shape.adapters, shape.counts)
         return [*packed]
@@ -137,14 +144,19 @@ class DeviceInputs:
         rows, positions = self._static_words(bucket)[:2]
         return rows, positions
 
+    def static_encoder_lens(self, bucket: int) -> Tensor:
+        """The same of how long the outputs of encoders are; padding: 0."""
+        return self._static_words(bucket)[2 + self.fields.channels]
+
     def static_batch(
         self, bucket: int, buffers: StepBuffers, plans: list[AttentionPlan], *, adapters: bool = False
     ) -> Batch:
         """What a graph of this bucket runs. Who samples is left open: nothing in a graph picks by it."""
         words, channels = self._static_words(bucket), self.fields.channels
+        last = 2 + channels + self.fields.encoders
         return Batch(
             buffers.token_ids, buffers.positions, plans, buffers.positions, num_tokens=bucket, is_captured=True,
-            adapter_index=words[2 + channels] if adapters else None,
+            adapter_index=words[last] if adapters else None,
             position_channels=words[2 : 2 + channels].long() if channels else None,
         )  # fmt: skip
 
@@ -157,7 +169,8 @@ class DeviceInputs:
     def _static_words(self, bucket: int) -> Tensor:
         """[2 + fields, bucket]: what `_static_parts` lists, as staging lays it out; adapters come last, since steps
         without them do not send any."""
-        count, wide = 2 + self.fields.channels + self.fields.adapters, align(bucket)
+        fields = self.fields
+        count, wide = 2 + fields.channels + fields.encoders + fields.adapters, align(bucket)
         return self.staging.device_words[: count * wide].view(count, wide)[:, :bucket]
 
     def gather(self, rows: Tensor, positions: Tensor) -> StepBuffers:

@@ -45,6 +45,7 @@ from quire.base.log import logger
 from quire.base.progress import progress
 from quire.layers.batch import AttentionPlan, GroupStep
 from quire.sampling.sampler import PlainSampler
+from quire.schema.kv import KVKind
 from quire.worker.capture import Capturer, borrow
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import StepShape
@@ -195,10 +196,12 @@ class DecodeGraphs:
         buffers = inputs.gather(rows, positions)
         plans: list[AttentionPlan] = []
         for table, mirror, slots in zip(inputs.rows.tables, inputs.mirror.tables, buffers.slots, strict=True):
+            is_cross = table.group.kind is KVKind.CROSS  # whose blocks are filled already
             step = GroupStep(
                 block_tables=mirror, query_starts=self._starts[: bucket + 1],
                 context_lens=[self._max_context] * bucket, query_lens=[1] * bucket, slots=slots, row_index=rows,
-                contexts=buffers.contexts, is_decode=True, is_static=True,
+                contexts=inputs.static_encoder_lens(bucket) if is_cross else buffers.contexts, is_decode=True,
+                is_static=True,
             )  # fmt: skip
             plans.append(self._backend.plan(step, table.group))
         batch = inputs.static_batch(bucket, buffers, plans, adapters=self._adapters is not None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -58,6 +59,10 @@ class EncodesItems(Protocol):
     width: int  # of a vector
 
     def encode_item(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor: ...
+
+    def encode_nothing(self, num_tokens: int) -> None:
+        """Compute what an input of so many tokens takes, or of as many as there may be."""
+        ...
 
 
 class OwnEncoder:
@@ -139,14 +144,15 @@ class WorkerMedia:
     @torch.inference_mode()
     def _encode(self, item: MediaItem) -> Tensor:
         device = self._rows.tokens.device
-        arrays = {name: tensor_of(array).to(device) for name, array in item.arrays.items()}
+        arrays = {name: tensor_of(array, device) for name, array in item.arrays.items()}
         if EMBEDS in arrays:
             vectors = arrays[EMBEDS]
             vectors = torch.nn.functional.pad(vectors, (0, self._width - vectors.shape[-1]))  # for later layers: none
         elif self._encoder is None:
             raise ValueError("this model has no encoder for media")
         else:
-            vectors = self._encoder.encode(item.modality, arrays)
+            with exact_convolutions(self._dtype):
+                vectors = self._encoder.encode(item.modality, arrays)
         count = len(places_of_vectors(item))
         if tuple(vectors.shape) != (count, self._width):
             raise ValueError(
@@ -171,13 +177,28 @@ class WorkerMedia:
         return lost
 
 
-def tensor_of(array: ArrayData) -> Tensor:
-    """On the host. ValueError where shape, dtype and bytes do not agree."""
+def exact_convolutions(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Of a GPU, those in float32 would be rounded to 10 bits."""
+    cudnn = torch.backends.cudnn
+    if dtype is not torch.float32 or not torch.cuda.is_available():
+        return nullcontext()
+    flags: AbstractContextManager[None] = cudnn.flags(
+        enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
+    )
+    return flags
+
+
+def tensor_of(array: ArrayData, device: torch.device) -> Tensor:
+    """ValueError where shape, dtype and bytes do not agree."""
     dtype = _DTYPES.get(array.dtype)
     if dtype is None or any(size < 0 for size in array.shape):
         raise ValueError(f"an array of dtype {array.dtype!r} and shape {list(array.shape)} cannot be read")
     if math.prod(array.shape) * dtype.itemsize != len(array.data):
         raise ValueError(f"an array of shape {list(array.shape)} and dtype {array.dtype} has {len(array.data)} bytes")
     if not array.data:
-        return torch.empty(array.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(array.data), dtype=dtype).reshape(array.shape)
+        return torch.empty(array.shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        return torch.frombuffer(bytearray(array.data), dtype=dtype).reshape(array.shape)
+    host = torch.empty(array.shape, dtype=dtype, pin_memory=True)
+    host.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(array.data, np.uint8)
+    return host.to(device, non_blocking=True)

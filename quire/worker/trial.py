@@ -7,6 +7,7 @@ cache or even a weight. In: a runner bound to such a cache (`scratch_layout`). M
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ from quire.worker.inputs import StepShape
 from quire.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
+    from quire.worker.media import EncodesItems
     from quire.worker.pooling_runner import PoolingRunner
 
 TOKENS = (2, 4, 16, 64, 256, 1024, 4096)  # beside the largest step: some kernels go by the number of tokens
@@ -66,6 +68,9 @@ class Trial:
         counts = np.full(num_rows, min(num_tokens // num_rows, self._max_len), np.int64)
         for row in range(num_rows):
             counts[row] += min(num_tokens - int(counts.sum()), self._max_len - counts[row])
+        if self._runner.rows.has_cross:
+            with torch.inference_mode():
+                self._encoder().encode_nothing(num_tokens)
         self._run(np.zeros_like(counts), counts, filters)
 
     def mixed(self, chunk: int, num_decodes: int, context: int) -> None:
@@ -134,7 +139,10 @@ class Trial:
         shape = StepShape(
             rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows, adapters=adapters
         )
-        runner, step = self._runner, self._inputs.build(shape, self._runner.backend)
+        runner = self._runner
+        if runner.rows.has_cross:
+            shape = self._with_encoders(shape)
+        step = self._inputs.build(shape, runner.backend)
         if not isinstance(runner, ModelRunner):  # what follows is small beside it
             runner.model.forward(step.batch)
             return
@@ -147,7 +155,30 @@ class Trial:
         out = torch.empty((2, len(rows)), dtype=torch.int32, device=logits.device)
         runner.sampler.plain(logits, step.sampled.rows, step.sampled.positions, out, filters=filters)
 
+    def _with_encoders(self, shape: StepShape) -> StepShape:
+        """In a step of prompts, as many tokens come from encoders as decoders have: at least one for each row."""
+        device = self._inputs.device
+        lens = np.minimum(shape.counts, self._longest_encoded())
+        begins = shape.starts == 0
+        encoded = None
+        if begins.any():
+            dtype = next(weight.dtype for _, weight in self._runner.model.named_parameters())
+            encoded = torch.zeros((int(lens[begins].sum()), self._encoder().width), dtype=dtype, device=device)
+        return replace(shape, encoder_lens=lens, begins=begins, encoded=encoded)
+
+    def _encoder(self) -> EncodesItems:
+        from quire.worker.media import EncodesItems  # lazy
+
+        model = self._runner.model
+        assert isinstance(model, EncodesItems)
+        return model
+
+    def _longest_encoded(self) -> int:
+        cross = [table for table in self._runner.rows.tables if table.group.kind is KVKind.CROSS]
+        return min(table.host.shape[1] * table.group.block_size for table in cross)
+
     def _pretend(self, agree: bool) -> None:
         """As far as the host knows, all rows have the same blocks, or each its own. On the device there is only one."""
         for table in self._runner.rows.tables:
-            table.host[:] = 0 if agree else np.arange(len(table.host), dtype=np.int32)[:, None]
+            agreed = agree or table.group.kind is KVKind.CROSS  # whose slots are the host's
+            table.host[:] = 0 if agreed else np.arange(len(table.host), dtype=np.int32)[:, None]

@@ -310,7 +310,8 @@ class Worker:
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
             channels = 0 if self._encoder is None else self._encoder.num_channels
-            adapters, fields = self._adapters, GraphFields(adapters=self._adapters is not None, channels=channels)
+            adapters = self._adapters
+            fields = GraphFields(adapters=adapters is not None, channels=channels, encoders=rows.has_cross)
             inputs, capturer = DeviceInputs(rows, most, fields), Capturer(self.device)
             runner.inputs = inputs
             make_graphs = partial(

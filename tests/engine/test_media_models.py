@@ -34,9 +34,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias
 
 
 class Served:
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, **options: Any) -> None:
         self.name, self.model = name, make_model(name, folder)
-        self.llm = LLM(str(folder), dtype="float32", max_model_len=512, max_num_seqs=8, block_size=16)
+        self.llm = LLM(str(folder), dtype="float32", max_model_len=512, max_num_seqs=8, block_size=16, **options)
         self.items = [draw_item(name, self.model, seed) for seed in range(3)]
 
     @property

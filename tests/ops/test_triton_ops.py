@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 pytest.importorskip("tests.interpreted")
 
 from quire.ops import sample as sample_ops
-from quire.ops.triton import few, mask, moe, moe_many, sample
+from quire.ops.rope import turn_heads_
+from quire.ops.triton import few, mask, moe, moe_many, rope, sample
 from tests import fused_cases as cases
 
 triton = pytest.importorskip("triton")
@@ -140,3 +141,15 @@ def test_allowed_words(vocab):
         mask.allow_words_cuda_(found[:, :vocab], rows, words)
         sample_ops.allow_words_.reference(wanted[:, :vocab], rows, words)
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("heads, size", [(6, 20), (32, 80)])
+def test_turning_heads_in_place(heads, size):
+    """Of queries and keys, beside values that stay."""
+    make = torch.Generator().manual_seed(1)
+    qkv, (cos, sin) = torch.randn((5, heads + 3, size), generator=make), torch.randn((2, 5, size), generator=make)
+    found, wanted = qkv.clone(), qkv.clone()
+    rope.turn_heads_(found[:, :heads], cos, sin)
+    turn_heads_.reference(wanted[:, :heads], cos, sin)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[:, heads:], qkv[:, heads:])

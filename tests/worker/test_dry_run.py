@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     pytest.skip("needs Triton's compiler and no GPU", allow_module_level=True)
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.attention.cross import WithPagedCross
 from quire.attention.triton import TritonAttention
 from quire.base import env
 from quire.layers.linear import Linear
@@ -35,6 +36,7 @@ from quire.worker.device_inputs import DeviceInputs, GraphFields
 from quire.worker.inputs import StepShape
 from quire.worker.mixed_graphs import MixedStep
 from quire.worker.runner import ModelRunner
+from tests import seq2seq_models
 from tests.fake_triton import without_gpu
 from tests.tiny_adapters import linear_modules, write_adapter
 from tests.worker.test_staged import UncapturedGraphs, UncapturedMixed
@@ -72,12 +74,14 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for layer in self.get_model().modules():
             if isinstance(layer, Moe):
                 layer.experts.stored.one_by_one = False  # a CPU's way
-        backend = TritonAttention()
-        backend._sms[torch.device("cpu")] = 132
+        attention = TritonAttention()
+        attention._sms[torch.device("cpu")] = 132
+        backend = WithPagedCross(attention)
         parts, self._parts = self._parts, dataclasses.replace(self._parts, select_backend=lambda *_: backend)
         runner = plain_make(self, layout)
         self._parts = parts
-        runner.inputs = DeviceInputs(runner.rows, 1024, GraphFields(adapters=self._adapters is not None))
+        fields = GraphFields(adapters=self._adapters is not None, encoders=runner.rows.has_cross)
+        runner.inputs = DeviceInputs(runner.rows, 1024, fields)
         capturer = Capturer(torch.device("cpu"))
         runner.graphs = UncapturedGraphs(
             SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=512
@@ -97,6 +101,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=512,
                 adapters=self._adapters.step,
             )  # fmt: skip
+        if runner.rows.has_cross:
+            return runner
         runner.mixed = DryMixed((16, 64, 256, 1024), runner.model, runner.backend, runner.inputs, capturer)
         runner.mixed.capture()
         return runner
@@ -179,6 +185,31 @@ def test_serving_wants_no_kernel_that_was_not_listed(
     assert len(wanted) > 15 and any(job["name"] == "_allow_kernel" for job in wanted)
 
 
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", seq2seq_models.WHISPER])
+def test_encoder_decoders_want_no_kernel_that_was_not_listed(
+    name: str, as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seq2seq_models.make_model(name, tmp_path)
+    rng = random.Random(3)
+
+    def ask(llm: LLM) -> None:
+        params = SamplingParams(ignore_eos=True, max_tokens=3, detokenize=False, temperature=0.0)
+        for count in (1, 5, 40, 90):
+            llm.generate([_pair(name, rng) for _ in range(count)], params, use_tqdm=False)
+
+    wanted = check_listed(str(tmp_path), ask, monkeypatch, max_model_len=64)
+    assert any(job["name"] == "_attend_kernel" for job in wanted)
+
+
+def _pair(name: str, rng: random.Random) -> Any:
+    begin = {"prompt_token_ids": [seq2seq_models.FAMILIES[name]["decoder_start_token_id"], *[7] * rng.randrange(30)]}
+    if name == seq2seq_models.WHISPER:
+        audio = seq2seq_models.draw_audio(rng.randrange(9)), seq2seq_models.RATE
+        return {"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": audio}}, "decoder_prompt": begin}
+    given = {"prompt_token_ids": seq2seq_models.draw_text(rng.randrange(9), rng.randint(1, 60))}
+    return {"encoder_prompt": given, "decoder_prompt": begin}
+
+
 @pytest.mark.parametrize("kernels", [{"_own_kernel"}, {"_shrink_kernel", "_expand_kernel"}])
 def test_adapters_want_no_kernel_that_was_not_listed(
     kernels: set[str], as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,7 +256,7 @@ def check_listed(
     monkeypatch.setattr(module.Worker, "load", load)
     monkeypatch.setattr(module.Worker, "init_kv", init_kv)
     with stack:
-        llm = LLM(path, **OPTIONS, **options)
+        llm = LLM(path, **OPTIONS | options)
         use(llm)
         llm.close()
     known = list(listed.jobs.values())

@@ -30,20 +30,24 @@ OPTIONS = {
 
 def use_gpu_steps(monkeypatch: pytest.MonkeyPatch) -> list[UncapturedGraphs]:
     """Workers that are made from here on take steps as on a GPU; their graphs."""
+    from quire.attention.cross import WithPagedCross
     from quire.attention.state import WithStates
     from quire.attention.triton import TritonAttention
     from quire.worker import worker as module
     from quire.worker.capture import Capturer
-    from quire.worker.device_inputs import DeviceInputs
+    from quire.worker.device_inputs import DeviceInputs, GraphFields
+
+    def _select(*_: object) -> WithPagedCross:
+        return WithPagedCross(WithStates(TritonAttention()))
 
     used: list[UncapturedGraphs] = []
     plain = module.Worker.init_kv
 
     def init_kv(self: module.Worker, layout: object) -> None:
-        self._parts = dataclasses.replace(self._parts, select_backend=lambda *_: WithStates(TritonAttention()))
+        self._parts = dataclasses.replace(self._parts, select_backend=_select)
         plain(self, layout)
         runner = self.model_runner
-        runner.inputs = DeviceInputs(runner.rows, 64)
+        runner.inputs = DeviceInputs(runner.rows, 64, GraphFields(encoders=runner.rows.has_cross))
         capturer = Capturer(torch.device("cpu"))
         runner.graphs = UncapturedGraphs(
             (1, 2, 4), runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=64
@@ -92,3 +96,23 @@ def test_images_that_attend_in_both_directions(tmp_path: Path, monkeypatch: pyte
         outputs = llm.generate([prompt_of(one) for one in pieces], params, use_tqdm=False)
     for one, output in zip(pieces, outputs, strict=True):
         assert is_greedy(name, model, one, list(output.outputs[0].token_ids))
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_encoder_decoders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cross-attention over pages, and T5's learned distances, in prompts and captured decodes, beside transformers."""
+    from tests.seq2seq_models import FAMILIES, draw_text, greedy, make_model
+
+    model = make_model(name, tmp_path)
+    given = [draw_text(1, 19), draw_text(2, 3), draw_text(3, 1)]
+    begin = [FAMILIES[name]["decoder_start_token_id"], *draw_text(9, 6)]
+    used = use_gpu_steps(monkeypatch)
+    with LLM(str(tmp_path), **{**OPTIONS, "num_gpu_blocks_override": 80}) as llm:
+        prompts = [
+            {"encoder_prompt": {"prompt_token_ids": one}, "decoder_prompt": {"prompt_token_ids": begin[: 7 - 3 * i]}}
+            for i, one in enumerate(given)
+        ]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    for i, (one, output) in enumerate(zip(given, outputs, strict=True)):
+        assert list(output.outputs[0].token_ids) == greedy(model, one, begin[: 7 - 3 * i], 4).tokens
+    assert used[0].used > 1

@@ -108,12 +108,14 @@ class Qwen2VL(Family):
 
         filter_, levels = settings.filter(BICUBIC), settings.levels()
         bytes_ = np.stack([pixels.planes(pixels.resize(frame, size, filter_)) for frame in frames])
-        return pixels.patches(
-            levels.apply(bytes_),
-            settings.whole("patch_size"),
-            settings.whole("merge_size"),
-            settings.whole("temporal_patch_size"),
-        )
+        patch, merge = settings.whole("patch_size"), settings.whole("merge_size")
+        # Bytes are put in order, a quarter of what floats are; and an image once, though it is its next frame too.
+        depth, channels = settings.whole("temporal_patch_size"), len(bytes_[0])
+        flat, grid = pixels.patches(bytes_, patch, merge, 1 if len(frames) == 1 else depth)
+        floats = levels.apply(flat.reshape(len(flat), channels, -1, patch))
+        if len(frames) == 1 and depth > 1:
+            floats = np.broadcast_to(floats[:, :, None], (len(flat), channels, depth, patch, patch))
+        return floats.reshape(len(flat), -1), grid
 
 
 class Qwen3VL(Qwen2VL):

@@ -139,7 +139,7 @@ def _each_of(pairs, CODE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _scan(
     acc, top, total, q, q_rest, keys, values, k_scales, v_scales, k_pages, v_pages, head_row, page_rows, table,
-    positions, slope, begin, end, first, last, page_stride, scale_page, scale, cap,
+    positions, slopes, slope, begin, end, first, last, page_stride, scale_page, scale, cap,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, CODING: tl.constexpr,
@@ -188,8 +188,11 @@ def _scan(
             s = s * scale
             if SOFTCAP:
                 s = (2.0 * tl.sigmoid(2.0 * s) - 1.0) * cap
-            if ALIBI:
+            if ALIBI == 1:
                 s -= slope[:, None] * (positions[:, None] - n[None, :]).to(tl.float32)
+            if ALIBI > 1:
+                gap = tl.minimum(tl.maximum(positions[:, None] - n[None, :], 0), ALIBI - 1)
+                s += tl.load(slopes + slope[:, None] + gap).to(tl.float32) * LOG2E
         if MASKED:
             seen = n[None, :] <= positions[:, None]
             if WINDOW:
@@ -393,8 +396,10 @@ def _attend_kernel(
         q_rest = queries
     queries, q_rest = _beside_codes(queries, CODING), _beside_codes(q_rest, CODING)
     slope = tl.zeros((BLOCK_M,), tl.float32)
-    if ALIBI:
+    if ALIBI == 1:
         slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * LOG2E
+    if ALIBI > 1:
+        slope = head * ALIBI  # where the head's scores begin
     k_base, v_base, table = keys + kv_head * k_head, values + kv_head * v_head, tables + row.to(tl.int64) * table_stride
     if PAIRS:
         v_base = values + kv_head * v_head // 2
@@ -413,14 +418,14 @@ def _attend_kernel(
         if not AHEAD:
             acc, top, total = _scan(
                 acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row,
-                page_rows, table, positions, slope, begin, cut, first, last, page_stride, scale_page, scale, cap, DK,
-                DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False, TMA,
-                CODING, PRECISION, PAIRS,
+                page_rows, table, positions, slopes, slope, begin, cut, first, last, page_stride, scale_page, scale,
+                cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False,
+                TMA, CODING, PRECISION, PAIRS,
             )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows,
-        table, positions, slope, cut, end, first, last, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
-        BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION, PAIRS,
+        table, positions, slopes, slope, cut, end, first, last, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N,
+        BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION, PAIRS,
     )  # fmt: skip
     if AHEAD:  # last: ptxas does not overlap matmuls if another loop follows
         acc, top, total = _scan_ahead(
@@ -508,8 +513,11 @@ def _shared_kernel(
     x, rest = _beside_codes(x, CODING), _beside_codes(rest, CODING)
     slope = tl.zeros((BLOCK_M,), tl.float32)
     positions = tl.zeros((BLOCK_M,), tl.int32)
-    if ALIBI:
+    if ALIBI == 1:
         slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * LOG2E
+    if ALIBI > 1:
+        slope = head * ALIBI
+    if ALIBI:
         positions = tl.load(contexts + entry, mask=used, other=1) - 1
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -531,7 +539,7 @@ def _shared_kernel(
     else:
         acc, top, total = _scan(
             acc, top, total, x, rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows, table,
-            positions, slope, begin, end, 0, end, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
+            positions, slopes, slope, begin, end, 0, end, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
             BLOCK_V, BLOCK_R, PAGE, 0, 0, SOFTCAP, ALIBI, LATENT, False, TMA, CODING, PRECISION, 0,
         )  # fmt: skip
     if CODING == BY_LAYER:
@@ -539,6 +547,11 @@ def _shared_kernel(
     place = (program.to(tl.int64) * tl.num_programs(0) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(sums + place, top + tl.log2(total), mask=used)
     tl.store(partial + place[:, None] * DV + e[None, :], acc / total[:, None], mask=wide)
+
+
+def num_distances(alibi: Tensor | None) -> int:
+    """Kernels' ALIBI: 0 for none, 1 for slopes, else how many distances have learned scores."""
+    return 0 if alibi is None else alibi[0].numel()
 
 
 def width_of(size: int) -> int:
@@ -552,7 +565,7 @@ class Rule(NamedTuple):
     scale: float
     softcap: float = 0.0
     sinks: Tensor | None = None  # [Hq]
-    alibi: Tensor | None = None  # [Hq] slopes
+    alibi: Tensor | None = None  # [Hq] slopes, or [Hq, G] learned scores of distances, the last for all longer ones
 
 
 class Space(NamedTuple):
@@ -605,7 +618,7 @@ def attend(
         rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head,
         tables.stride(0), work.flats_in_use, *_factors(rule),
         **_shapes(q, keys, values, tiles, dv), PAGE=shape.page, WINDOW=shape.window, CHUNK=shape.chunk,
-        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks is not None, ALIBI=rule.alibi is not None, LATENT=values is None,
+        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks is not None, ALIBI=num_distances(rule.alibi), LATENT=values is None,
         TWO_LOOPS=two_loops, AHEAD=two_loops and _ahead(q, keys, values, tiles, rule), TMA=pages is not None,
         SPLIT=work.splittable, SHARED_M=0 if shared is None else shared.tiles.block_m, CODING=codes.coding,
         EARLY=early, PAIRS=pairs, **_early(early),
@@ -638,7 +651,7 @@ def _attend_shared(
         shared.contexts, rooms.shared_partial, rooms.shared_sums, rule.alibi, q.stride(0), q.stride(1),
         keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head, tables.stride(0), *_factors(rule),
         **_shapes(q, keys, values, shared.tiles, dv),
-        PAGE=shape.page, SOFTCAP=rule.softcap > 0, ALIBI=rule.alibi is not None, LATENT=values is None,
+        PAGE=shape.page, SOFTCAP=rule.softcap > 0, ALIBI=num_distances(rule.alibi), LATENT=values is None,
         AHEAD=_ahead(q, keys, values, shared.tiles, rule), TMA=pages is not None, CODING=codes.coding,
         EARLY=early, **_early(early),
     )  # fmt: skip

@@ -90,6 +90,11 @@ def _add_rms_norm_wide(
     return norm_ops.add_rms_norm_wide.reference(x, delta, weight, eps, offset)
 
 
+def _turn_heads_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    form = rope.turn_heads_ if rope.turns(x) else rope_ops.turn_heads_.reference
+    form(x, cos, sin)
+
+
 def _route(logits: Tensor, top_k: int, *, early: bool = False, **rule: Any) -> tuple[Tensor, Tensor]:
     rare = rule.get("score") in ("topk_sigmoid", "mixer")
     if rare or rule.get("groups", 1) > 1 or logits.shape[1] > _MOST_EXPERTS:
@@ -181,6 +186,7 @@ def _table() -> FormTable:
     table.form(norm_ops.add_rms_norm_wide)(partial(_add_rms_norm_wide, early=early))
     table.form(qkv_ops.prepare_qkv)(partial(rope.prepare_qkv, early=early))
     table.form(rope_ops.rope_tables)(rope.rope_tables)
+    table.form(rope_ops.turn_heads_)(_turn_heads_)
     codes: dict[Callable, int] = {act.clamped_swiglu: act.CLAMPED}
     for name, code in act.CODES.items():
         codes[table.form(act_ops.gated_of(name))(act.gated_form(code, early))] = code

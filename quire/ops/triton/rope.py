@@ -207,3 +207,41 @@ def rope_tables(
             positions, inv_freq, cos, sin, gain, HALF=half, BLOCK=block, PAIRS=pairs, num_warps=max(1, block // 64)
         )
     return cos, sin
+
+
+@triton.jit
+def _turn_kernel(
+    x, cos, sin, x_token, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
+):
+    """grid (tokens): all heads of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    head, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
+    table = token * (2 * HALF) + d
+    inside = d < HALF
+    cos_low, cos_high = tl.load(cos + table, mask=inside), tl.load(cos + table + HALF, mask=inside)
+    sin_low, sin_high = tl.load(sin + table, mask=inside), tl.load(sin + table + HALF, mask=inside)
+    at = x + token * x_token + head[:, None] * (2 * HALF) + d[None, :]
+    mask = (head < HEADS)[:, None] & inside[None, :]
+    low, high = (
+        tl.load(at, mask=mask, other=0.0).to(tl.float32),
+        tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32),
+    )
+    turned_low = low * cos_low[None, :] - high * sin_low[None, :]
+    turned_high = high * cos_high[None, :] + low * sin_high[None, :]
+    tl.store(at, turned_low.to(x.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, turned_high.to(x.dtype.element_ty), mask=mask)
+
+
+def turn_heads_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Floor: 2 H D b bytes a token. 5476 tokens of 32 x 80 bf16: 56 MB, 13 us."""
+    tokens, heads, size = x.shape
+    if tokens:
+        _turn_kernel[(tokens,)](
+            x, cos.float().contiguous(), sin.float().contiguous(), x.stride(0), HEADS=heads, HALF=size // 2,
+            BLOCK_H=next_power_of_2(heads), BLOCK=next_power_of_2(size // 2), num_warps=4,
+        )  # fmt: skip
+
+
+def turns(x: Tensor) -> bool:
+    """Whether heads lie one after another."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
