@@ -24,7 +24,8 @@ class HeadProposer:
     def __init__(self, heads: Heads, choice: DraftChoice) -> None:
         self._heads, self.choice = heads, choice
         self._lengths: dict[str, int] = {}
-        self._read: dict[str, tuple[int, Tensor]] = {}  # by row: where its latest step began, and that step's states
+        # by row: where each step began whose tokens are not known yet, and that step's states
+        self._read: dict[str, list[tuple[int, Tensor]]] = {}
         self._last: dict[str, tuple[Tensor, int]] = {}  # by row: the state that led to its last token, and the token
 
     def begin(self, new: NewRow) -> None:
@@ -38,15 +39,21 @@ class HeadProposer:
 
     def read(self, request_id: str, start: int, states: Tensor) -> None:
         if request_id in self._lengths:
-            self._read[request_id] = start, states
+            length, earlier = self._lengths[request_id], self._read.get(request_id, ())
+            sampled = [(at, some) for at, some in earlier if at + len(some) >= length]  # others were chunks of a prompt
+            self._read[request_id] = [*sampled, (start, states)]
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         length = self._lengths[request_id] = self._lengths[request_id] + len(token_ids)
         self._last.pop(request_id, None)
-        start, states = self._read.pop(request_id, (0, None))
-        place = length - 2 - start
-        if states is not None and 0 <= place < len(states):
-            self._last[request_id] = states[place].clone(), token_ids[-1]
+        unknown = list[tuple[int, Tensor]]()
+        for start, states in self._read.pop(request_id, ()):
+            if start >= length - 1:
+                unknown.append((start, states))  # a later step was read before the tokens of this one were known
+            elif length - 2 - start < len(states):
+                self._last[request_id] = states[length - 2 - start].clone(), token_ids[-1]
+        if unknown:
+            self._read[request_id] = unknown
 
     def end(self, request_id: str) -> None:
         self._lengths.pop(request_id, None)
