@@ -22,10 +22,10 @@ Behind = Callable[[str], int | None]  # tokens that the draft model has not read
 
 
 class DraftBudget:
-    def __init__(self, lengths: DraftLengths, pass_cost: float = 0.5) -> None:
-        """`pass_cost`: of one pass of the draft model, in passes of the model with as many tokens."""
-        self._lengths, self._pass_cost = lengths, pass_cost
-        self._step_seconds = 0.0  # of a step of one token; 0: not known
+    def __init__(self, lengths: DraftLengths, pass_cost: float = 0.5, step_seconds: float = 0.0) -> None:
+        """`pass_cost`: of one pass of the draft model, in passes of the model with as many tokens. `step_seconds`: of a
+        step of one token; 0: not known."""
+        self._lengths, self._pass_cost, self._step_seconds = lengths, pass_cost, step_seconds
         self._saved = 0.0  # time for drafts that are only compared, in steps of one token
         self._said: dict[str, int] = {}
         self._mean_answer = _FIRST_ANSWER

@@ -44,13 +44,13 @@ class DraftMemory:
         max_tokens: int,
         device: torch.device,
     ) -> None:
-        """`max_tokens`: of one pass."""
+        """`max_tokens`: of one pass, padding included."""
         layout = scratch_layout(specs, num_blocks)
         self.kv = KVMemory(layout, device)
         self.kv.bind(backend, model)
         self.rows = Rows(layout.groups, max_rows, max_len, device)
         self.max_len, self.backend = max_len, backend
-        self.inputs = None if device.type == "cpu" else DeviceInputs(self.rows, max(max_tokens, max_rows))
+        self.inputs = None if device.type == "cpu" else DeviceInputs(self.rows, max_tokens)
         self._block_size = specs[0].block_size if specs else 1
         self._free = list(range(num_blocks - 1, -1, -1))
         self._blocks: dict[str, list[int]] = {}

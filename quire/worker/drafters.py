@@ -75,16 +75,36 @@ class Drafter:
         ours, theirs = _token_bytes(self.specs), _token_bytes(specs)
         return num_bytes * theirs // max(1, ours + theirs)
 
+    def other_bytes(self) -> int:
+        """What it will take beside weights and KV: the rows' tokens and tables, and states that were not read yet."""
+        scheduler, length = self._config.scheduler_config, self._config.model_config.max_model_len
+        rows = 8 * (scheduler.max_num_seqs + 1) * (length + 1) if self.specs else 0
+        if not isinstance(self.model, FeatureDrafter):
+            return rows
+        return rows + 2 * self._most_tokens * self.model.state_width * self.model.storage.dtype.itemsize
+
     def proposer(self, layout: KVLayout, max_model_len: int) -> Proposer:
         """`layout`: of the model that is drafted for, whose KV memory ours is measured by."""
         if isinstance(self.model, MedusaHeads | MlpSpeculator):
             return HeadProposer(self.model, self._choice())
-        most_tokens = self._config.scheduler_config.max_num_batched_tokens
         memory = self._memory(self.model, layout, max_model_len)
         if isinstance(self.model, FeatureDrafter):
-            return FeatureProposer(self.model, memory, most_tokens, self._choice())
+            return FeatureProposer(self.model, memory, self._most_tokens, self._choice())
         runner = None if memory.inputs is None else self._runner(self.model, memory, memory.inputs)
-        return DraftModel(self.model, memory, most_tokens, self._choice(), runner)
+        return DraftModel(self.model, memory, self._most_tokens, self._choice(), runner)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a step."""
+        scheduler = self._config.scheduler_config
+        return max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Buckets of decode graphs, of the drafter and of the model that it drafts for, where these are captured."""
+        compilation = self._config.compilation_config
+        if CUDAGraphMode[compilation.cudagraph_mode or "NONE"].decode_mode() is not CUDAGraphMode.FULL:
+            return ()
+        return useful_sizes(compilation.cudagraph_capture_sizes or (), self._config.scheduler_config.max_num_seqs)
 
     def _choice(self) -> DraftChoice:
         return DrawnChoice(self._drawn_vocab) if self._drawn_vocab else DraftChoice()
@@ -101,24 +121,20 @@ class Drafter:
         assert isinstance(target, Decoder)  # others have no such drafter
         taps = target.tap(self.model.taps)
         if self._device.type != "cpu":
-            most = max(self._config.scheduler_config.max_num_batched_tokens, self._config.scheduler_config.max_num_seqs)
-            storage = self.model.storage
+            storage, most = self.model.storage, max(self._most_tokens, *self._sizes(), 1)
             for tap in taps:
                 tap.buffer = torch.zeros((most, target.arch.width), dtype=storage.dtype, device=self._device)
         return taps
 
     def _runner(self, model: Model, memory: DraftMemory, inputs: DeviceInputs) -> ModelRunner:
         """For a draft model: its steps of one token for each row are captured, as those of a model are."""
-        config, rows = self._config, memory.rows
-        sampler = Sampler(config, model.arch.vocab, rows.tokens)
+        rows, sizes = memory.rows, self._sizes() if model.captures else ()
+        sampler = Sampler(self._config, model.arch.vocab, rows.tokens)
         runner = ModelRunner(model, rows, sampler, memory.backend, kv=memory.kv, inputs=inputs)
-        sizes = config.compilation_config.cudagraph_capture_sizes or ()
-        mode = CUDAGraphMode[config.compilation_config.cudagraph_mode or "NONE"]
-        if model.captures and sizes and mode.decode_mode() is CUDAGraphMode.FULL:
+        if sizes:
             runner.graphs = DecodeGraphs(
-                useful_sizes(sizes, rows.max_rows), model, memory.backend, inputs, sampler.plain,
-                Capturer(self._device), max_context=memory.max_len,
-            )  # fmt: skip
+                sizes, model, memory.backend, inputs, sampler.plain, Capturer(self._device), max_context=memory.max_len
+            )
             runner.graphs.capture()
         return runner
 
@@ -134,7 +150,7 @@ class Drafter:
         backend = self._parts.select_backend(self._device.type, self.specs, config.attention_config.backend)
         return DraftMemory(
             model, self.specs, backend, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len,
-            max_tokens=config.scheduler_config.max_num_batched_tokens, device=self._device,
+            max_tokens=max(self._most_tokens, *self._sizes(), 1), device=self._device,
         )  # fmt: skip
 
 
