@@ -100,9 +100,7 @@ def _unusable(config: SpeculativeConfig, why: str) -> ConfigError:
     return ConfigError(f"speculative_config: model {config.model!r} {why}", param="speculative_config")
 
 
-def measure(
-    runner: ModelRunner, lengths: DraftLengths, most: int, max_model_len: int, clock: DraftClock
-) -> float:
+def measure(runner: ModelRunner, lengths: DraftLengths, most: int, max_model_len: int, clock: DraftClock) -> float:
     """Seconds of a step of one token; the costs of steps are set from those of one row. On a device of its own, what
     waiting for tokens adds is told apart from what a step takes when it follows another."""
     if runner.inputs is None:

@@ -133,7 +133,7 @@ class Drafts:
 
     def _are_true(self, grants: Sequence[Grant]) -> bool:
         """Whether no drafts were planned for, in these grants or those before them."""
-        if any([grant.num_drafts for grant in grants]):
+        if any(grant.num_drafts for grant in grants):
             return False
         row_of = self._rows.row_of
         rows, starts = [row_of[grant.request_id] for grant in grants], [grant.start for grant in grants]

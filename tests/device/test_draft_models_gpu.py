@@ -1,8 +1,8 @@
 """Draft models and heads on the GPU: tokens are those of plain decoding, and drafts are those of an implementation in
 plain torch.
 
-Random heads are hardly ever right. So a `Forced` proposer stands before each: it lets the head draft, keeps what came of
-it, and proposes what plain decoding said or something else. The draft model is the model with noise on its weights.
+Random heads are hardly ever right. So a `Forced` proposer stands before each: it lets the head draft, keeps what came
+of it, and proposes what plain decoding said or something else. The draft model is the model with noise on its weights.
 """
 
 from __future__ import annotations
@@ -131,9 +131,7 @@ class Forced:
 def answers(made: Made, dtype: str, speculative: dict[str, Any] | None, **options: Any) -> tuple[Texts, float]:
     """Texts, and how many drafts were right."""
     given = prompts()
-    params = [
-        SamplingParams(max_tokens=20 + i, detokenize=False, **PARAMS[i % len(PARAMS)]) for i in range(len(given))
-    ]
+    params = [SamplingParams(max_tokens=20 + i, detokenize=False, **PARAMS[i % len(PARAMS)]) for i in range(len(given))]
     with LLM(
         str(made.folder), dtype=dtype, skip_tokenizer_init=True, max_model_len=160, max_num_seqs=8, seed=0,
         max_num_batched_tokens=96, disable_log_stats=False, speculative_config=speculative,
