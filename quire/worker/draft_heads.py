@@ -26,7 +26,8 @@ class HeadProposer:
         self._lengths: dict[str, int] = {}
         # by row: where each step began whose tokens are not known yet, and that step's states
         self._read: dict[str, list[tuple[int, Tensor]]] = {}
-        self._last: dict[str, tuple[Tensor, int]] = {}  # by row: the state that led to its last token, and the token
+        # by row: states among which is the one that led to its last token, its place there, and the token
+        self._last: dict[str, tuple[Tensor, int, int]] = {}
 
     def begin(self, new: NewRow) -> None:
         self.end(new.request_id)
@@ -51,7 +52,7 @@ class HeadProposer:
             if start >= length - 1:
                 unknown.append((start, states))  # a later step was read before the tokens of this one were known
             elif length - 2 - start < len(states):
-                self._last[request_id] = states[length - 2 - start].clone(), token_ids[-1]
+                self._last[request_id] = states, length - 2 - start, token_ids[-1]
         if unknown:
             self._read[request_id] = unknown
 
@@ -69,8 +70,8 @@ class HeadProposer:
         names = [name for name in request_ids if name in self._last]
         if not names:
             return [NOTHING] * len(request_ids)
-        states = torch.stack([self._last[name][0] for name in names])
-        tokens = torch.tensor([self._last[name][1] for name in names], device=states.device)
+        states = torch.stack([states[place] for states, place, _ in map(self._last.__getitem__, names)])
+        tokens = torch.tensor([self._last[name][2] for name in names], device=states.device)
         choose = self.choice.of(names, [self._lengths[name] for name in names])
         drafts = dict(zip(names, self._heads.draft(states, tokens, count, choose).tolist(), strict=True))
         return [Proposal(drafts[name], MODEL_EVIDENCE) if name in drafts else NOTHING for name in request_ids]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quire.base import env
 from quire.base.log import logger
 from quire.config.engine import replace
 from quire.config.kernels import CUDAGraphMode
@@ -35,6 +36,7 @@ from quire.worker.draft_model import DraftModel
 from quire.worker.graphs import DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import BindsKV
 from quire.worker.kv_scales import kv_dtype_of
+from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from quire.models.build import Model
     from quire.worker.worker import WorkerParts
 
+_MOST_CAPTURED = 512  # tokens of a pass; longer ones keep the device busy for longer than launching them takes
 _log = logger(__name__)
 
 
@@ -127,16 +130,26 @@ class Drafter:
         return taps
 
     def _runner(self, model: Model, memory: DraftMemory, inputs: DeviceInputs) -> ModelRunner:
-        """For a draft model: its steps of one token for each row are captured, as those of a model are."""
-        rows, sizes = memory.rows, self._sizes() if model.captures else ()
+        """For a draft model: its steps of one token for each row are captured, as those of a model are, and so are
+        those in which rows read a few tokens that they have not drafted."""
+        rows, backend, capturer = memory.rows, memory.backend, Capturer(self._device)
         sampler = Sampler(self._config, model.arch.vocab, rows.tokens)
-        runner = ModelRunner(model, rows, sampler, memory.backend, kv=memory.kv, inputs=inputs)
-        if sizes:
+        runner = ModelRunner(model, rows, sampler, backend, kv=memory.kv, inputs=inputs)
+        if model.captures and (sizes := self._sizes()):
+            if mixed := self._mixed_sizes(memory.kv.layout):
+                runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
+                runner.mixed.capture()
             runner.graphs = DecodeGraphs(
-                sizes, model, memory.backend, inputs, sampler.plain, Capturer(self._device), max_context=memory.max_len
+                sizes, model, backend, inputs, sampler.plain, capturer, max_context=memory.max_len
             )
             runner.graphs.capture()
         return runner
+
+    def _mixed_sizes(self, layout: KVLayout) -> tuple[int, ...]:
+        mode = CUDAGraphMode[self._config.compilation_config.cudagraph_mode or "NONE"]
+        if mode.mixed_mode() is not CUDAGraphMode.FULL or env.BATCH_INVARIANT.get():
+            return ()
+        return mixed_sizes(layout.groups, min(self._most_tokens, _MOST_CAPTURED))
 
     def _memory(self, model: BindsKV, layout: KVLayout, max_model_len: int) -> DraftMemory:
         config, theirs = self._config, max(1, _token_bytes(layout.specs))

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _COMPARED, _COMPARED_QUIET = 16, 4  # rows of a step whose drafts are only compared; when none were worth it for long
 _QUIET_STEPS = 32  # without a draft, after which none is expected
+_QUIET_EVERY = 8  # of which steps a drafter is asked whether it may be worth it again
 _COPIED_AT_ONCE = 512  # states of a step that rows may share: each keeps all of them alive
 
 
@@ -89,7 +90,7 @@ class Drafts:
         self.lock = threading.Lock()  # of whoever starts a step or looks at the tokens of one
         self.wants_tokens = True  # whether the next step should wait for the tokens of the one before
         self._epochs: dict[str, int] = {}
-        self._num_quiet = 0  # steps since one led to drafts, or to the wish for some
+        self._num_quiet = 0  # steps since one led to drafts
         self._turn = 0  # which rows are compared next
         self._began = 0.0
 
@@ -195,10 +196,10 @@ class Drafts:
         num_tokens = int(shape.ends[-1])
         states = hidden[:num_tokens] if self.inner_states is None else self.inner_states(num_tokens)
         is_small = num_tokens <= _COPIED_AT_ONCE
-        states = states.clone() if is_small else states
-        for row, start, count, end in zip(*map(np.ndarray.tolist, _spans(shape)), strict=True):
-            own = states[end - count : end]
-            reader.read(self._rows.request_of[row], start, own if is_small else own.clone())
+        pieces = (states.clone() if is_small else states).split(shape.counts.tolist())
+        request_of = self._rows.request_of
+        for row, start, own in zip(shape.rows.tolist(), shape.starts.tolist(), pieces, strict=True):
+            reader.read(request_of[row], start, own if is_small else own.clone())
 
     def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool, late: bool = False) -> None:
         """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too. `late`:
@@ -232,7 +233,7 @@ class Drafts:
             if most:
                 self._draft(names, most)
             self.wants_tokens = lengths is None or bool(self.of)
-        self._num_quiet = 0 if self.wants_tokens else self._num_quiet + 1
+        self._num_quiet = 0 if self.of or lengths is None else self._num_quiet + 1
 
     def _draft(self, names: list[str], most: int) -> None:
         if self._drafter is None:
@@ -243,8 +244,11 @@ class Drafts:
     def _promises(self, names: list[str], most: int, lengths: DraftLengths) -> bool:
         """Whether drafts would be worth a wait for tokens, by those of some rows: they come too late to be verified."""
         if self._drafter is not None:
+            self._turn += 1
+            if self.is_quiet and self._turn % _QUIET_EVERY:
+                return False
             proposer, budget = self._drafter
-            return budget.promises(names, proposer.behind)
+            return budget.promises(names, proposer.behind, _QUIET_EVERY if self.is_quiet else 1)
         first = self._turn % len(names)
         some = (names[first:] + names[:first])[: _COMPARED_QUIET if self.is_quiet else _COMPARED]
         self._turn += len(some)
@@ -255,11 +259,14 @@ class Drafts:
         names, count = budget.plan(names, proposer.behind)
         if not names:
             return
-        is_usual = all((proposer.behind(name) or 0) <= 2 for name in names)
+        behind = [proposer.behind(name) or 0 for name in names]
         began = self._clock.now()
         proposals = proposer.propose(names, min(count, most))
-        if is_usual:
-            budget.learn_drafting(len(names), min(count, most), self._clock.since(began))
+        seconds = self._clock.since(began)
+        if max(behind) <= 2:
+            budget.learn_drafting(len(names), min(count, most), seconds)
+        else:
+            budget.learn_reading(sum(behind), len(names), min(count, most), seconds)
         self._take(names, proposals, num_rows, most)
 
     def _take(self, names: list[str], proposals: Sequence[Proposal], num_rows: int, most: int) -> None:
@@ -291,10 +298,6 @@ class Drafts:
                 shares.append(drawn_from[:count])
             at += count + 1
         return DrawnDrafts(torch.tensor(places), torch.tensor(token_ids), torch.cat(shares)) if shares else None
-
-
-def _spans(shape: StepShape) -> tuple[np.ndarray, ...]:
-    return shape.rows, shape.starts, shape.counts, shape.ends
 
 
 class DraftClock:

@@ -242,7 +242,7 @@ class Worker:
             if mixed:
                 graphs = max(graphs, peak(self.device, partial(trial.mixed_graph, mixed[-1])))
             self._laps.mark("captured steps")
-        num_graphs = len(sizes) * (1 if self._drafter is None else 2) + len(mixed) + len(self._adapter_sizes())
+        num_graphs = (len(sizes) + len(mixed)) * (1 if self._drafter is None else 2) + len(self._adapter_sizes())
         others = 0 if self._drafter is None else self._drafter.other_bytes()
         budget = measure(
             self.device,
