@@ -199,3 +199,20 @@ def test_tokens_are_those_of_plain_decoding(
         assert found == plain and num_right > 100, options
         if dtype == "float32" and not options:
             check_drafts(made, forced[-1].drafted)
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
+def test_a_draft_model_with_the_models_weights_is_right(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Where graphs of any mix read what it has not drafted (not in batch-invariant mode), in longer and shorter
+    pieces."""
+    made = make("medusa", tmp_path)
+    keys = {"method": "draft_model", "model": str(made.folder), "num_speculative_tokens": COUNT, "adaptive": False}
+    with LLM(
+        str(made.folder), dtype="float32", skip_tokenizer_init=True, max_model_len=160, max_num_seqs=8,
+        disable_log_stats=False, speculative_config=keys, kv_cache_memory_bytes=64 << 20, **options,
+    ) as llm:  # fmt: skip
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], params, use_tqdm=False)
+        found = {one.name: one.value for one in llm.get_metrics() if isinstance(one, Counter)}
+    num_tokens = found["vllm:spec_decode_num_draft_tokens"]
+    assert found["vllm:spec_decode_num_accepted_tokens"] > 0.9 * num_tokens > 400
