@@ -173,6 +173,7 @@ class FeatureProposer:
     @torch.inference_mode()
     def _draft(self, names: list[str], count: int) -> dict[str, list[int]]:
         memory, tokens, model = self._memory, self._memory.rows.tokens, self._model
+        memory.write(names)
         lengths = [memory.length(name) for name in names]
         rows, places = memory.places(names, lengths)
         self._catch_up(names, lengths)
