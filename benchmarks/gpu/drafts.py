@@ -1,11 +1,12 @@
 """Speculative decoding on a GPU with random weights, whose texts nothing could guess: how many drafts are right is set.
 
-    python benchmarks/gpu/drafts.py FOLDER [--rows 1,32] [--never 1,32,256] [--outputs 256]
+    python benchmarks/gpu/drafts.py FOLDER [--rows 1,32] [--never 1,32,256] [--outputs 256] [--drafter FOLDER]
 
 Plain decoding first. Then drafts of four tokens of which three are right (--rows at once): what is right is known from
 a run in which all drafts were wrong, whose steps have the same shape, so that rounding is the same. Then an engine that
 adapts to drafts that are never right (--never). Greedy, prompts of 128 random ids. Prints tokens a second and their
-ratio to plain decoding, and how many drafts of a step were right.
+ratio to plain decoding, and how many drafts of a step were right. --drafter: a draft model, whose drafts are computed
+and then replaced.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.config.drafting import SpeculativeConfig
-from quire.drafting.proposer import NOTHING, Proposal
+from quire.drafting.proposer import MODEL_EVIDENCE, NOTHING, Proposal
 from quire.observe.reader import Counter
+from quire.schema.kv import KVLayout
 from quire.schema.step import NewRow
+from quire.worker.draft_model import DraftModel
+from quire.worker.drafters import Drafter
 
 DRAFTS, RIGHT, PROMPT = 4, 3, 128
 TEXTS = Path(tempfile.gettempdir()) / "quire-benchmark-drafts.json"  # by the prompt's first ids: what follows
@@ -68,6 +72,48 @@ class Script:
         return Proposal([*right, *[1] * (count - len(right))]) if right else NOTHING
 
 
+class Paid(Script):
+    """A draft model drafts, and the script says something else. It goes on as if those had been its drafts."""
+
+    def __init__(self, own: DraftModel) -> None:
+        super().__init__(SpeculativeConfig())
+        self._own = own
+
+    def begin(self, new: NewRow) -> None:
+        super().begin(new)
+        self._own.begin(new)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        super().extend(request_id, token_ids)
+        self._own.extend(request_id, token_ids)
+
+    def end(self, request_id: str) -> None:
+        super().end(request_id)
+        self._own.end(request_id)
+
+    def behind(self, request_id: str) -> int | None:
+        return self._own.behind(request_id)
+
+    def propose(self, request_ids: Sequence[str], count: int) -> list[Proposal]:
+        drafts = self._own.propose(request_ids, count)
+        said = super().propose(request_ids, count)
+        for name, own, other in zip(request_ids, drafts, said, strict=True):
+            if own.token_ids and other.token_ids:
+                self._own._memory.drafted[name] = other.token_ids
+        return [Proposal(one.token_ids, MODEL_EVIDENCE) for one in said]
+
+
+def pay_for_drafts() -> None:
+    plain = Drafter.proposer
+
+    def proposer(self: Drafter, layout: KVLayout, max_model_len: int) -> Paid:
+        own = plain(self, layout, max_model_len)
+        assert isinstance(own, DraftModel)
+        return Paid(own)
+
+    Drafter.proposer = proposer  # type: ignore[method-assign]
+
+
 def ask(llm: LLM, count: int, num_outputs: int) -> tuple[float, list[list[int]], list[list[int]]]:
     """Tokens a second, prompts, answers."""
     rng = random.Random(count)
@@ -94,31 +140,14 @@ def stop(llm: LLM) -> None:
     llm.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model")
-    parser.add_argument("--rows", default="1,32")
-    parser.add_argument("--never", default="1,8,32,128,256")
-    parser.add_argument("--outputs", type=int, default=256)
-    args = parser.parse_args()
-    rows, never = ([int(one) for one in given.split(",") if one] for given in (args.rows, args.never))
-    drafted: dict[str, Any] = {
-        "method": "custom_class", "model": "drafts:Script", "num_speculative_tokens": DRAFTS, "adaptive": False,
-    }  # fmt: skip
-    TEXTS.unlink(missing_ok=True)
-    plain: dict[int, float] = {}
-    llm = LLM(model=args.model, **OPTIONS)
-    for count in sorted({*rows, *never}):
-        plain[count] = max(ask(llm, count, args.outputs)[0] for _ in range(2))
-        print(f"plain {count}: {plain[count]:.0f} tokens/s", flush=True)
-    stop(llm)
-    llm = LLM(model=args.model, **OPTIONS, speculative_config=drafted)
+def scripted(llm: LLM, rows: Sequence[int], plain: Mapping[int, float], num_outputs: int) -> None:
+    """None right, then a set share."""
     for count in rows:
-        rate, prompts, answers = ask(llm, count, args.outputs)
+        rate, prompts, answers = ask(llm, count, num_outputs)
         print(f"none of {DRAFTS} right {count}: {rate:.0f} tokens/s ({rate / plain[count]:.2f})", flush=True)
         TEXTS.write_text(json.dumps({key_of(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}))
         before = counts(llm)
-        rate, _, again = ask(llm, count, args.outputs)
+        rate, _, again = ask(llm, count, num_outputs)
         num, right = (now - then for now, then in zip(counts(llm), before, strict=True))
         same = sum(a == b for a, b in zip(answers, again, strict=True))
         print(
@@ -128,6 +157,32 @@ def main() -> None:
         )
         TEXTS.unlink()
     stop(llm)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model")
+    parser.add_argument("--rows", default="1,32")
+    parser.add_argument("--never", default="1,8,32,128,256")
+    parser.add_argument("--outputs", type=int, default=256)
+    parser.add_argument("--drafter", default="")
+    args = parser.parse_args()
+    rows, never = ([int(one) for one in given.split(",") if one] for given in (args.rows, args.never))
+    drafted: dict[str, Any] = {
+        "method": "custom_class", "model": "drafts:Script", "num_speculative_tokens": DRAFTS, "adaptive": False,
+    }  # fmt: skip
+    if args.drafter:
+        drafted |= {"method": "draft_model", "model": args.drafter, "draft_load_config": {"load_format": "dummy"}}
+        pay_for_drafts()
+    TEXTS.unlink(missing_ok=True)
+    plain: dict[int, float] = {}
+    llm = LLM(model=args.model, **OPTIONS)
+    for count in sorted({*rows, *never}):
+        plain[count] = max(ask(llm, count, args.outputs)[0] for _ in range(2))
+        print(f"plain {count}: {plain[count]:.0f} tokens/s", flush=True)
+    stop(llm)
+    if rows:
+        scripted(LLM(model=args.model, **OPTIONS, speculative_config=drafted), rows, plain, args.outputs)
     llm = LLM(model=args.model, **OPTIONS, speculative_config=drafted | {"adaptive": True})
     for count in never:
         rates = [ask(llm, count, args.outputs)[0] for _ in range(2)]

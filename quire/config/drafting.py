@@ -26,7 +26,6 @@ HEAD_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS, "mtp", "custom_class")
 # Documented methods that this version refuses by name.
 UNBUILT = ("ngram_gpu", "dflash", "dspark", "extract_hidden_states")
-WITHOUT_MODEL = ("ngram", "suffix", "custom_class")
 MODEL_METHODS = ("draft_model", *HEAD_METHODS)  # those with a checkpoint of their own
 DRAFT_KEYS = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config")
 MOST_TOKENS = 128  # per row and step
@@ -218,7 +217,6 @@ def _check_model(config: "EngineConfig", method: str | None, *, drawn: bool) -> 
     model, parallel, on_gpu = config.model_config, config.parallel_config, config.device_config.device != "cpu"
     reasons = {
         "pooling models generate nothing": model.is_pooling,
-        "drafters that are models are not tested on a GPU yet": on_gpu and method not in WITHOUT_MODEL,
         "drafts with several ranks are built for CPU only": on_gpu and parallel.world_size > 1,
         "recurrent states after drafts are kept on CPU only": on_gpu and model.facts.has_states,
         "drafts are drawn on CPU only": on_gpu and drawn,

@@ -14,18 +14,20 @@ from collections.abc import Callable, Sequence
 from quire.drafting.lengths import CLEAR_GAIN, DraftLengths
 
 _EXPLORED = 0.015  # of the time of steps without drafts
+_MOST_FACTOR = 8.0  # of what reading a text takes
 _MOST_SAVED = 256.0  # of that time, in steps of one token
 _FIRST_ANSWER = 64.0  # tokens, until answers were seen
 _ANSWER_SHARE = 0.05  # of a new answer in their mean length
-_LEARN = 0.1  # of a newly measured cost
+_LEARN, _LEARN_READING = 0.1, 0.3  # of a newly measured cost
 Behind = Callable[[str], int | None]  # tokens that the draft model has not read; None: it cannot draft for the row
 
 
 class DraftBudget:
-    def __init__(self, lengths: DraftLengths, pass_cost: float = 0.5) -> None:
-        """`pass_cost`: of one pass of the draft model, in passes of the model with as many tokens."""
-        self._lengths, self._pass_cost = lengths, pass_cost
-        self._step_seconds = 0.0  # of a step of one token; 0: not known
+    def __init__(self, lengths: DraftLengths, pass_cost: float = 0.5, step_seconds: float = 0.0) -> None:
+        """`pass_cost`: of one pass of the draft model, in passes of the model with as many tokens. `step_seconds`: of a
+        step of one token; 0: not known."""
+        self._lengths, self._pass_cost, self._step_seconds = lengths, pass_cost, step_seconds
+        self._reading_factor = 1.0  # what reading texts takes, in what a pass of as many tokens should take
         self._saved = 0.0  # time for drafts that are only compared, in steps of one token
         self._said: dict[str, int] = {}
         self._mean_answer = _FIRST_ANSWER
@@ -52,6 +54,15 @@ class DraftBudget:
             unit = self._step_seconds * self._lengths.costs.of(num_rows) * num_passes
             self._pass_cost += _LEARN * (seconds / unit - self._pass_cost)
 
+    def learn_reading(self, num_tokens: int, num_rows: int, num_passes: int, seconds: float) -> None:
+        """Drafting took so long, where so many tokens had to be caught up on."""
+        costs = self._lengths.costs
+        if self._step_seconds and num_passes:
+            others = (num_passes - 1) * costs.of(num_rows)
+            factor = (seconds / self._step_seconds / max(1e-9, self._pass_cost) - others) / costs.of(num_tokens)
+            factor = min(_MOST_FACTOR, max(1.0, factor))  # what a first time compiles is no cost of later ones
+            self._reading_factor += _LEARN_READING * (factor - self._reading_factor)
+
     def plan(self, request_ids: Sequence[str], behind: Behind) -> tuple[list[str], int]:
         """Rows to draft for, and how many tokens."""
         known = {name: tokens for name in request_ids if (tokens := behind(name)) is not None}
@@ -64,16 +75,16 @@ class DraftBudget:
                 return names, count
         return self._explore(len(request_ids), known)
 
-    def promises(self, request_ids: Sequence[str], behind: Behind) -> bool:
-        """Whether `plan` would name a row."""
+    def promises(self, request_ids: Sequence[str], behind: Behind, num_steps: int = 1) -> bool:
+        """Whether `plan` would name a row. `num_steps`: since the last time."""
         known = {name: tokens for name in request_ids if (tokens := behind(name)) is not None}
         if not known:
             return False
         count, saved = self._best(request_ids, known)
         if count and any(self._is_worth_reading(name, tokens, saved) for name, tokens in known.items()):
             return True
-        self._save(len(request_ids))
-        return self._saved >= self._reading(max(1, min(known.values())))
+        self._save(len(request_ids), num_steps)
+        return self._saved >= self._exploring(min(known.values()))
 
     def _best(self, request_ids: Sequence[str], known: dict[str, int]) -> tuple[int, float]:
         """Drafts per row with the most tokens per second, 0: none pay; and the time that each token of a row saves."""
@@ -98,15 +109,19 @@ class DraftBudget:
         return max(self._mean_answer - num_tokens, num_tokens) * saved > self._reading(tokens)
 
     def _reading(self, tokens: int) -> float:
-        return self._pass_cost * self._lengths.costs.of(tokens)
+        return self._reading_factor * self._pass_cost * self._lengths.costs.of(tokens)
 
-    def _save(self, num_rows: int) -> None:
-        self._saved = min(_MOST_SAVED, self._saved + _EXPLORED * self._lengths.costs.of(num_rows))
+    def _exploring(self, tokens: int) -> float:
+        """What a draft that is only compared costs, the wait for the tokens it is made from included."""
+        return self._reading(max(1, tokens)) + self._lengths.costs.wait
+
+    def _save(self, num_rows: int, num_steps: int = 1) -> None:
+        self._saved = min(_MOST_SAVED, self._saved + num_steps * _EXPLORED * self._lengths.costs.of(num_rows))
 
     def _explore(self, num_rows: int, known: dict[str, int]) -> tuple[list[str], int]:
         self._save(num_rows)
         name = min(known, key=known.__getitem__)
-        cost = self._reading(max(1, known[name]))
+        cost = self._exploring(known[name])
         if self._saved < cost:
             return [], 0
         self._saved -= cost

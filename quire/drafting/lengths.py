@@ -11,7 +11,7 @@ which becomes slower or faster changes nothing. Must not know: how drafts are ma
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -118,6 +118,7 @@ class DraftLengths:
         self._first: dict[int, Rate] = {}  # by evidence: the first token of a proposal
         self._later: dict[int, Rate] = {}  # each further one, if those before it were right
         self._rows: dict[str, _RowRecord] = {}
+        self._open: set[str] = set()  # rows with a proposal that is to be compared with what they say
 
     def most(self, num_rows: int) -> int:
         """Drafts per row in a step of so many rows, whatever they are worth."""
@@ -127,9 +128,14 @@ class DraftLengths:
 
     def end(self, request_id: str) -> None:
         self._rows.pop(request_id, None)
+        self._open.discard(request_id)
+
+    def observe_all(self, sampled: Mapping[str, Sequence[int]]) -> None:
+        """What rows have sampled after their last proposals. Most rows have none where drafts are not worth it."""
+        for request_id in [name for name in self._open if name in sampled]:
+            self.observe(request_id, sampled[request_id])
 
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """The row has sampled these after its last proposal."""
         record = self._rows.get(request_id)
         if record is None:
             return
@@ -142,6 +148,8 @@ class DraftLengths:
             record.latest = None
         if record.compared is not None:
             self._compare(record, record.compared, token_ids)
+        if record.compared is None:
+            self._open.discard(request_id)
 
     def _compare(self, record: _RowRecord, compared: Proposal, token_ids: Sequence[int]) -> None:
         expected, at = compared.token_ids, record.at
@@ -180,6 +188,7 @@ class DraftLengths:
             if record is None:
                 record = self._rows[name] = _RowRecord()
             record.latest = proposal
+            self._open.add(name)
             record.expected = self._first_rate(proposal.evidence)
             value = min(_MOST_LIKELY, record.expected * record.hits / record.weight)
             later = self._later_rate(proposal.evidence)

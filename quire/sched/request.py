@@ -113,7 +113,7 @@ class Request:
         self.target = min(self.end + self.num_drafts, self.last)
 
     def expect_drafts(self, count: int) -> None:
-        """Its next grant verifies so many; only where no plan is out that counts on another number."""
+        """Its next grant verifies so many; grants that are out know how many they do."""
         self.num_drafts, self.reach = count, count + 1
         self.target = min(self.end + count, self.last)
 

@@ -281,9 +281,11 @@ class Scheduler:
             request.take_back(grant.num_drafts + 1 - num_new)
         if num_verified := result.verified.get(request.id, 0):
             self.tally.drafts.add(num_verified, num_new - 1)
+        most = 0 if result.no_drafts else self.settings.num_drafts
         if self.knows_drafts:
-            most = self.settings.num_drafts
-            request.expect_drafts(min(most, len(result.drafts.get(request.id, ()))))
+            most = min(most, len(result.drafts.get(request.id, ())))
+        if most != request.num_drafts:
+            request.expect_drafts(most)
 
     def _report(
         self,

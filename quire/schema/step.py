@@ -158,6 +158,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: dict[str, LogprobRows] = {}  # request id -> rows for the prompt positions computed in this step
     drafts: dict[str, list[int]] = {}  # what the next grants of rows that sampled verify; of others nothing is drafted
     verified: dict[str, int] = {}  # how many drafts this step verified, where any
+    no_drafts: bool = False  # for some time nothing was worth drafting: the next grants need no room for it
     pooled: dict[str, Pooled] = {}
     forward_seconds: float = 0.0
     failed: dict[str, str] = {}  # request id -> reason: that request alone is lost

@@ -38,31 +38,51 @@ class _PairedText:
     tokens: list[int]
     base: int = 0  # position of the first pair
     first: int = 0  # position of the first state
+    read_from: int = 0  # where the latest states that were read begin
     states: list[Tensor] = field(default_factory=list)  # pieces [n, width]
+    count: int = 0  # of states
 
     @property
-    def count(self) -> int:
-        return sum(len(piece) for piece in self.states)
+    def unread(self) -> int:
+        """States that the drafter has to read before it drafts; 0: some are missing, or there is none."""
+        wanted = len(self.tokens) - 1 - self.first
+        return wanted if 0 < wanted <= self.count else 0
 
     def cut_back(self, end: int) -> None:
         """Keep no state at or after this position."""
-        excess = self.first + self.count - end
-        while excess > 0 and self.states:  # of which none may be left: rows keep a bounded number
+        excess = min(self.count, self.first + self.count - end)  # of which none may be left: rows keep a bounded number
+        if excess <= 0:
+            return
+        self.count -= excess
+        while excess > 0:
             piece = self.states.pop()
             if len(piece) > excess:
                 self.states.append(piece[: len(piece) - excess])
             excess -= len(piece)
 
+    def append(self, piece: Tensor) -> None:
+        self.states.append(piece)
+        self.count += len(piece)
+
+    def restart(self, start: int) -> None:
+        """It begins here, without a state."""
+        self.base = self.first = start
+        self.states, self.count = [], 0
+
     def take(self, count: int) -> list[Tensor]:
         """The first so many states, which are then not kept any more."""
-        taken: list[Tensor] = []
+        taken, at = list[Tensor](), 0
         self.first += count
+        self.count -= count
         while count:
-            piece = self.states.pop(0)
-            if len(piece) > count:
-                self.states.insert(0, piece[count:])
+            piece = self.states[at]
             taken.append(piece[:count])
             count -= len(taken[-1])
+            if len(taken[-1]) == len(piece):
+                at += 1
+            else:
+                self.states[at] = piece[len(taken[-1]) :]
+        del self.states[:at]
         return taken
 
 
@@ -89,8 +109,10 @@ class FeatureProposer:
         text = self._texts.get(request_id)
         if text is None:
             return
+        is_latest = text.read_from < len(text.tokens)  # else a later step was read, which begins where this one ends
         text.tokens += token_ids
-        text.cut_back(len(text.tokens) - 1)
+        if is_latest:
+            text.cut_back(len(text.tokens) - 1)
         if len(text.tokens) >= self._memory.max_len:
             self.end(request_id)
 
@@ -106,7 +128,8 @@ class FeatureProposer:
         if not text.first <= start <= text.first + text.count:
             self._restart(request_id, text, start)
         text.cut_back(start)
-        text.states.append(states)
+        text.read_from = start
+        text.append(states)
         self._since_bound += len(states)
         if self._since_bound >= self._most_tokens:
             self._since_bound = 0
@@ -119,22 +142,16 @@ class FeatureProposer:
             states, half = torch.cat(text.states), -(-text.count // 2)
             self._restart(name, text, text.first + half)
             if half < len(states):
-                text.states.append(states[half:].clone())
+                text.append(states[half:].clone())
 
     def _restart(self, request_id: str, text: _PairedText, start: int) -> None:
         """Its text begins here: what the drafter computed before cannot be continued."""
         self._memory.end(request_id)
-        text.base = text.first = start
-        text.states = []
+        text.restart(start)
 
     def behind(self, request_id: str) -> int | None:
         text = self._texts.get(request_id)
-        return None if text is None or not self._is_whole(text) else text.count
-
-    @staticmethod
-    def _is_whole(text: _PairedText) -> bool:
-        """Whether there is a state for every token but the last, and one that was not read yet."""
-        return text.count > 0 and text.first + text.count == len(text.tokens) - 1
+        return None if text is None else text.unread or None
 
     def propose(self, request_ids: Sequence[str], count: int) -> list[Proposal]:
         names = [name for name in request_ids if self._prepare(name, count)]
@@ -144,7 +161,7 @@ class FeatureProposer:
     def _prepare(self, name: str, count: int) -> bool:
         """Let the memory know the text. False: nothing can be drafted for it."""
         text, memory = self._texts.get(name), self._memory
-        if text is None or not self._is_whole(text):
+        if text is None or not text.unread:
             return False
         if name not in memory.computed:
             text.base = text.first
@@ -156,6 +173,7 @@ class FeatureProposer:
     @torch.inference_mode()
     def _draft(self, names: list[str], count: int) -> dict[str, list[int]]:
         memory, tokens, model = self._memory, self._memory.rows.tokens, self._model
+        memory.write(names)
         lengths = [memory.length(name) for name in names]
         rows, places = memory.places(names, lengths)
         self._catch_up(names, lengths)
@@ -174,7 +192,7 @@ class FeatureProposer:
     def _unread(self, names: list[str], counts: Sequence[int] | None = None) -> Tensor:
         """States of these rows, all or so many of each, as the drafter takes them."""
         texts = [self._texts[name] for name in names]
-        counts = counts or [text.count for text in texts]
+        counts = counts or [text.unread for text in texts]
         pieces = [piece for text, count in zip(texts, counts, strict=True) for piece in text.take(count)]
         return self._model.fuse(torch.cat(pieces))
 

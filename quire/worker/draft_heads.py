@@ -24,8 +24,10 @@ class HeadProposer:
     def __init__(self, heads: Heads, choice: DraftChoice) -> None:
         self._heads, self.choice = heads, choice
         self._lengths: dict[str, int] = {}
-        self._read: dict[str, tuple[int, Tensor]] = {}  # by row: where its latest step began, and that step's states
-        self._last: dict[str, tuple[Tensor, int]] = {}  # by row: the state that led to its last token, and the token
+        # by row: where each step began whose tokens are not known yet, and that step's states
+        self._read: dict[str, list[tuple[int, Tensor]]] = {}
+        # by row: states among which is the one that led to its last token, its place there, and the token
+        self._last: dict[str, tuple[Tensor, int, int]] = {}
 
     def begin(self, new: NewRow) -> None:
         self.end(new.request_id)
@@ -38,15 +40,21 @@ class HeadProposer:
 
     def read(self, request_id: str, start: int, states: Tensor) -> None:
         if request_id in self._lengths:
-            self._read[request_id] = start, states
+            length, earlier = self._lengths[request_id], self._read.get(request_id, ())
+            sampled = [(at, some) for at, some in earlier if at + len(some) >= length]  # others were chunks of a prompt
+            self._read[request_id] = [*sampled, (start, states)]
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         length = self._lengths[request_id] = self._lengths[request_id] + len(token_ids)
         self._last.pop(request_id, None)
-        start, states = self._read.pop(request_id, (0, None))
-        place = length - 2 - start
-        if states is not None and 0 <= place < len(states):
-            self._last[request_id] = states[place].clone(), token_ids[-1]
+        unknown = list[tuple[int, Tensor]]()
+        for start, states in self._read.pop(request_id, ()):
+            if start >= length - 1:
+                unknown.append((start, states))  # a later step was read before the tokens of this one were known
+            elif length - 2 - start < len(states):
+                self._last[request_id] = states, length - 2 - start, token_ids[-1]
+        if unknown:
+            self._read[request_id] = unknown
 
     def end(self, request_id: str) -> None:
         self._lengths.pop(request_id, None)
@@ -62,8 +70,8 @@ class HeadProposer:
         names = [name for name in request_ids if name in self._last]
         if not names:
             return [NOTHING] * len(request_ids)
-        states = torch.stack([self._last[name][0] for name in names])
-        tokens = torch.tensor([self._last[name][1] for name in names], device=states.device)
+        states = torch.stack([states[place] for states, place, _ in map(self._last.__getitem__, names)])
+        tokens = torch.tensor([self._last[name][2] for name in names], device=states.device)
         choose = self.choice.of(names, [self._lengths[name] for name in names])
         drafts = dict(zip(names, self._heads.draft(states, tokens, count, choose).tolist(), strict=True))
         return [Proposal(drafts[name], MODEL_EVIDENCE) if name in drafts else NOTHING for name in request_ids]

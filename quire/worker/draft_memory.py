@@ -44,18 +44,19 @@ class DraftMemory:
         max_tokens: int,
         device: torch.device,
     ) -> None:
-        """`max_tokens`: of one pass."""
+        """`max_tokens`: of one pass, padding included."""
         layout = scratch_layout(specs, num_blocks)
         self.kv = KVMemory(layout, device)
         self.kv.bind(backend, model)
         self.rows = Rows(layout.groups, max_rows, max_len, device)
         self.max_len, self.backend = max_len, backend
-        self.inputs = None if device.type == "cpu" else DeviceInputs(self.rows, max(max_tokens, max_rows))
+        self.inputs = None if device.type == "cpu" else DeviceInputs(self.rows, max_tokens)
         self._block_size = specs[0].block_size if specs else 1
         self._free = list(range(num_blocks - 1, -1, -1))
         self._blocks: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}  # tokens of each text whose keys and values are there and right
         self.drafted: dict[str, list[int]] = {}  # what lies behind the text of a row, and was computed
+        self._unwritten: dict[str, list[int]] = {}  # last tokens of texts that their rows do not have yet
         self._upload = uploader(device)
 
     @property
@@ -81,6 +82,7 @@ class DraftMemory:
             self._free += self._blocks.pop(request_id)
             del self.computed[request_id]
             self.drafted.pop(request_id, None)
+            self._unwritten.pop(request_id, None)
 
     def length(self, request_id: str) -> int:
         return int(self.rows.lengths[self.rows.row_of[request_id]])
@@ -98,8 +100,18 @@ class DraftMemory:
         while agreed < min(len(drafted), len(token_ids)) and drafted[agreed] == token_ids[agreed]:
             agreed += 1
         self.computed[request_id] = min(self.computed[request_id], length + agreed, end - 1)
-        self.rows.put([(row, place, token) for place, token in enumerate(token_ids, length)])
+        self._unwritten.setdefault(request_id, []).extend(token_ids)
         self.rows.lengths[row] = end
+
+    def write(self, request_ids: Sequence[str]) -> None:
+        """Before these texts are computed: what they went on with, in one copy for all of them."""
+        written: list[tuple[int, int, int]] = []
+        for name in request_ids:
+            if tokens := self._unwritten.pop(name, None):
+                row, start = self.rows.row_of[name], self.length(name) - len(tokens)
+                written += [(row, place, token) for place, token in enumerate(tokens, start)]
+        if written:
+            self.rows.put(written)
 
     def reserve(self, request_id: str, length: int) -> bool:
         """Blocks for so many tokens of the text. False: too long, or there are not as many left."""

@@ -66,6 +66,7 @@ class DraftModel:
     @torch.inference_mode()
     def _draft(self, names: list[str], count: int) -> dict[str, list[int]]:
         memory = self._memory
+        memory.write(names)
         lengths = [memory.length(name) for name in names]
         for name, length in zip(names, lengths, strict=True):  # its last token is always computed: it says what follows
             memory.computed[name] = min(memory.computed[name], length - 1)

@@ -48,10 +48,11 @@ def draft_as_configured(
         _start(runner, Drafts(proposer, runner.rows, most), inner)
         return
     lengths = DraftLengths(config)
-    seconds = measure(runner, lengths, most, max_model_len, clock)
+    step_seconds = measure(runner, lengths, most, max_model_len, clock)
     priced = None
     if isinstance(proposer, ModelProposer):
-        priced = proposer, DraftBudget(lengths, probe_drafter(proposer, clock) / max(1e-9, seconds[0]))
+        pass_cost = probe_drafter(proposer, clock) / max(1e-9, step_seconds)
+        priced = proposer, DraftBudget(lengths, pass_cost, step_seconds if lengths.costs.is_fixed else 0.0)
     _start(runner, Drafts(proposer, runner.rows, most, lengths, priced, clock), inner)
 
 
@@ -99,22 +100,20 @@ def _unusable(config: SpeculativeConfig, why: str) -> ConfigError:
     return ConfigError(f"speculative_config: model {config.model!r} {why}", param="speculative_config")
 
 
-def measure(
-    runner: ModelRunner, lengths: DraftLengths, most: int, max_model_len: int, clock: DraftClock
-) -> list[float]:
-    """Seconds of steps of one row, by their tokens; the costs of steps are set from them. On a device of its own, what
+def measure(runner: ModelRunner, lengths: DraftLengths, most: int, max_model_len: int, clock: DraftClock) -> float:
+    """Seconds of a step of one token; the costs of steps are set from those of one row. On a device of its own, what
     waiting for tokens adds is told apart from what a step takes when it follows another."""
     if runner.inputs is None:
         seconds = probe(runner, [size for size in PROBES if size <= 8 * (most + 1)], max_model_len, clock)
         lengths.costs.probed(seconds)
-        return seconds
+        return seconds[0]
     seconds = probe(runner, [size for size in DEVICE_PROBES if size <= runner.inputs.max_tokens], max_model_len, clock)
     pace = min(seconds[0], pace_of(runner, max_model_len))
     wait = seconds[0] - pace
     lengths.costs.probed([pace, *(max(pace, one - wait) for one in seconds[1:])])
     lengths.costs.wait, lengths.costs.is_fixed = wait / max(1e-9, pace), True
     _log.info("A step after another: %.2f ms; waiting for its tokens takes %.2f ms", 1000 * pace, 1000 * wait)
-    return seconds
+    return pace
 
 
 def probe(runner: ModelRunner, sizes: Sequence[int], max_model_len: int, clock: DraftClock) -> list[float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quire.base import env
 from quire.base.log import logger
 from quire.config.engine import replace
 from quire.config.kernels import CUDAGraphMode
@@ -35,6 +36,7 @@ from quire.worker.draft_model import DraftModel
 from quire.worker.graphs import DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import BindsKV
 from quire.worker.kv_scales import kv_dtype_of
+from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from quire.models.build import Model
     from quire.worker.worker import WorkerParts
 
+_MOST_CAPTURED = 512  # tokens of a pass; longer ones keep the device busy for longer than launching them takes
 _log = logger(__name__)
 
 
@@ -75,16 +78,36 @@ class Drafter:
         ours, theirs = _token_bytes(self.specs), _token_bytes(specs)
         return int(num_bytes * theirs / max(1, ours + theirs))
 
+    def other_bytes(self) -> int:
+        """What it will take beside weights and KV: the rows' tokens and tables, and states that were not read yet."""
+        scheduler, length = self._config.scheduler_config, self._config.model_config.max_model_len
+        rows = 8 * (scheduler.max_num_seqs + 1) * (length + 1) if self.specs else 0
+        if not isinstance(self.model, FeatureDrafter):
+            return rows
+        return rows + 2 * self._most_tokens * self.model.state_width * self.model.storage.dtype.itemsize
+
     def proposer(self, layout: KVLayout, max_model_len: int) -> Proposer:
         """`layout`: of the model that is drafted for, whose KV memory ours is measured by."""
         if isinstance(self.model, MedusaHeads | MlpSpeculator):
             return HeadProposer(self.model, self._choice())
-        most_tokens = self._config.scheduler_config.max_num_batched_tokens
         memory = self._memory(self.model, layout, max_model_len)
         if isinstance(self.model, FeatureDrafter):
-            return FeatureProposer(self.model, memory, most_tokens, self._choice())
+            return FeatureProposer(self.model, memory, self._most_tokens, self._choice())
         runner = None if memory.inputs is None else self._runner(self.model, memory, memory.inputs)
-        return DraftModel(self.model, memory, most_tokens, self._choice(), runner)
+        return DraftModel(self.model, memory, self._most_tokens, self._choice(), runner)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a step."""
+        scheduler = self._config.scheduler_config
+        return max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Buckets of decode graphs, of the drafter and of the model that it drafts for, where these are captured."""
+        compilation = self._config.compilation_config
+        if CUDAGraphMode[compilation.cudagraph_mode or "NONE"].decode_mode() is not CUDAGraphMode.FULL:
+            return ()
+        return useful_sizes(compilation.cudagraph_capture_sizes or (), self._config.scheduler_config.max_num_seqs)
 
     def _choice(self) -> DraftChoice:
         return DrawnChoice(self._drawn_vocab) if self._drawn_vocab else DraftChoice()
@@ -101,26 +124,32 @@ class Drafter:
         assert isinstance(target, Decoder)  # others have no such drafter
         taps = target.tap(self.model.taps)
         if self._device.type != "cpu":
-            most = max(self._config.scheduler_config.max_num_batched_tokens, self._config.scheduler_config.max_num_seqs)
-            storage = self.model.storage
+            storage, most = self.model.storage, max(self._most_tokens, *self._sizes(), 1)
             for tap in taps:
                 tap.buffer = torch.zeros((most, target.arch.width), dtype=storage.dtype, device=self._device)
         return taps
 
     def _runner(self, model: Model, memory: DraftMemory, inputs: DeviceInputs) -> ModelRunner:
-        """For a draft model: its steps of one token for each row are captured, as those of a model are."""
-        config, rows = self._config, memory.rows
-        sampler = Sampler(config, model.arch.vocab, rows.tokens)
-        runner = ModelRunner(model, rows, sampler, memory.backend, kv=memory.kv, inputs=inputs)
-        sizes = config.compilation_config.cudagraph_capture_sizes or ()
-        mode = CUDAGraphMode[config.compilation_config.cudagraph_mode or "NONE"]
-        if model.captures and sizes and mode.decode_mode() is CUDAGraphMode.FULL:
+        """For a draft model: its steps of one token for each row are captured, as those of a model are, and so are
+        those in which rows read a few tokens that they have not drafted."""
+        rows, backend, capturer = memory.rows, memory.backend, Capturer(self._device)
+        sampler = Sampler(self._config, model.arch.vocab, rows.tokens)
+        runner = ModelRunner(model, rows, sampler, backend, kv=memory.kv, inputs=inputs)
+        if model.captures and (sizes := self._sizes()):
+            if mixed := self._mixed_sizes(memory.kv.layout):
+                runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
+                runner.mixed.capture()
             runner.graphs = DecodeGraphs(
-                useful_sizes(sizes, rows.max_rows), model, memory.backend, inputs, sampler.plain,
-                Capturer(self._device), max_context=memory.max_len,
-            )  # fmt: skip
+                sizes, model, backend, inputs, sampler.plain, capturer, max_context=memory.max_len
+            )
             runner.graphs.capture()
         return runner
+
+    def _mixed_sizes(self, layout: KVLayout) -> tuple[int, ...]:
+        mode = CUDAGraphMode[self._config.compilation_config.cudagraph_mode or "NONE"]
+        if mode.mixed_mode() is not CUDAGraphMode.FULL or env.BATCH_INVARIANT.get():
+            return ()
+        return mixed_sizes(layout.groups, min(self._most_tokens, _MOST_CAPTURED))
 
     def _memory(self, model: BindsKV, layout: KVLayout, max_model_len: int) -> DraftMemory:
         config, theirs = self._config, max(1.0, _token_bytes(layout.specs))
@@ -134,7 +163,7 @@ class Drafter:
         backend = self._parts.select_backend(self._device.type, self.specs, config.attention_config.backend)
         return DraftMemory(
             model, self.specs, backend, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len,
-            max_tokens=config.scheduler_config.max_num_batched_tokens, device=self._device,
+            max_tokens=max(self._most_tokens, *self._sizes(), 1), device=self._device,
         )  # fmt: skip
 
 

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from quire.worker.inputs import StepShape
 
 
-_COMPARED = 16  # rows of a step whose drafts are only compared
+_COMPARED, _COMPARED_QUIET = 16, 4  # rows of a step whose drafts are only compared; when none were worth it for long
+_QUIET_STEPS = 32  # without a draft, after which none is expected
+_QUIET_EVERY = 8  # of which steps a drafter is asked whether it may be worth it again
 _COPIED_AT_ONCE = 512  # states of a step that rows may share: each keeps all of them alive
 
 
@@ -88,6 +90,7 @@ class Drafts:
         self.lock = threading.Lock()  # of whoever starts a step or looks at the tokens of one
         self.wants_tokens = True  # whether the next step should wait for the tokens of the one before
         self._epochs: dict[str, int] = {}
+        self._num_quiet = 0  # steps since one led to drafts
         self._turn = 0  # which rows are compared next
         self._began = 0.0
 
@@ -110,9 +113,16 @@ class Drafts:
         """Whether its request is in the batch, and was not preempted since."""
         return self._epochs.get(grant.request_id) == grant.epoch
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing was worth drafting for some time."""
+        return self._num_quiet >= _QUIET_STEPS
+
     def resolve(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
         """The grants with the starts, counts and numbers of drafts that are true."""
         self._began = self._clock.now()
+        if not self.of and self._are_true(grants):
+            return tuple(grants)
         written: list[tuple[int, int, int]] = []
         if self.states is None:
             resolved = tuple([self._resolve(grant, written) for grant in grants])
@@ -121,6 +131,14 @@ class Drafts:
         if written:
             self._rows.put(written)
         return resolved
+
+    def _are_true(self, grants: Sequence[Grant]) -> bool:
+        """Whether no drafts were planned for, in these grants or those before them."""
+        if any(grant.num_drafts for grant in grants):
+            return False
+        row_of = self._rows.row_of
+        rows, starts = [row_of[grant.request_id] for grant in grants], [grant.start for grant in grants]
+        return self.states is None and bool((self._rows.lengths[rows] > starts).all())
 
     def _resolve_with_states(
         self, grants: Sequence[Grant], states: DraftStates, written: list[tuple[int, int, int]]
@@ -178,41 +196,44 @@ class Drafts:
         num_tokens = int(shape.ends[-1])
         states = hidden[:num_tokens] if self.inner_states is None else self.inner_states(num_tokens)
         is_small = num_tokens <= _COPIED_AT_ONCE
-        states = states.clone() if is_small else states
-        for row, start, count, end in zip(*map(np.ndarray.tolist, _spans(shape)), strict=True):
-            own = states[end - count : end]
-            reader.read(self._rows.request_of[row], start, own if is_small else own.clone())
+        pieces = (states.clone() if is_small else states).split(shape.counts.tolist())
+        request_of = self._rows.request_of
+        for row, start, own in zip(shape.rows.tolist(), shape.starts.tolist(), pieces, strict=True):
+            reader.read(request_of[row], start, own if is_small else own.clone())
 
     def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool, late: bool = False) -> None:
         """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too. `late`:
         that next step was started before."""
         names, lengths, most = list(sampled), self.lengths, self._most
-        seconds = 0.0
+        learns, seconds = lengths is not None and not prompts and not lengths.costs.is_fixed, 0.0
         if lengths is not None:
-            if not prompts:
+            if learns:
                 seconds = self._clock.since(self._began)
-            if not prompts and not lengths.costs.is_fixed:
                 lengths.costs.learn(num_tokens, seconds)
             most = min(most, lengths.most(len(names)))
+        extend = self._proposer.extend
         for name, token_ids in sampled.items():
-            self._proposer.extend(name, token_ids)
-            if lengths is not None:
-                lengths.observe(name, token_ids)
-            self._drop(name)
+            extend(name, token_ids)
+        if self.of:
+            for name in names:
+                self._drop(name)
+        if lengths is not None:
+            lengths.observe_all(sampled)
         if self._drafter is not None:
             budget = self._drafter[1]
             for name, token_ids in sampled.items():
                 budget.observe(name, len(token_ids))
-            if not prompts:
+            if learns:
                 budget.learn_step(num_tokens, seconds)
         if not names:
             return
         if late and lengths is not None:
             self.wants_tokens = most > 0 and self._promises(names, most, lengths)
-            return
-        if most:
-            self._draft(names, most)
-        self.wants_tokens = lengths is None or bool(self.of)
+        else:
+            if most:
+                self._draft(names, most)
+            self.wants_tokens = lengths is None or bool(self.of)
+        self._num_quiet = 0 if self.of or lengths is None else self._num_quiet + 1
 
     def _draft(self, names: list[str], most: int) -> None:
         if self._drafter is None:
@@ -223,10 +244,13 @@ class Drafts:
     def _promises(self, names: list[str], most: int, lengths: DraftLengths) -> bool:
         """Whether drafts would be worth a wait for tokens, by those of some rows: they come too late to be verified."""
         if self._drafter is not None:
+            self._turn += 1
+            if self.is_quiet and self._turn % _QUIET_EVERY:
+                return False
             proposer, budget = self._drafter
-            return budget.promises(names, proposer.behind)
+            return budget.promises(names, proposer.behind, _QUIET_EVERY if self.is_quiet else 1)
         first = self._turn % len(names)
-        some = (names[first:] + names[:first])[:_COMPARED]
+        some = (names[first:] + names[:first])[: _COMPARED_QUIET if self.is_quiet else _COMPARED]
         self._turn += len(some)
         return lengths.promises(some, self._proposer.propose(some, most), len(names))
 
@@ -235,11 +259,14 @@ class Drafts:
         names, count = budget.plan(names, proposer.behind)
         if not names:
             return
-        is_usual = all((proposer.behind(name) or 0) <= 2 for name in names)
+        behind = [proposer.behind(name) or 0 for name in names]
         began = self._clock.now()
         proposals = proposer.propose(names, min(count, most))
-        if is_usual:
-            budget.learn_drafting(len(names), min(count, most), self._clock.since(began))
+        seconds = self._clock.since(began)
+        if max(behind) <= 2:
+            budget.learn_drafting(len(names), min(count, most), seconds)
+        else:
+            budget.learn_reading(sum(behind), len(names), min(count, most), seconds)
         self._take(names, proposals, num_rows, most)
 
     def _take(self, names: list[str], proposals: Sequence[Proposal], num_rows: int, most: int) -> None:
@@ -271,10 +298,6 @@ class Drafts:
                 shares.append(drawn_from[:count])
             at += count + 1
         return DrawnDrafts(torch.tensor(places), torch.tensor(token_ids), torch.cat(shares)) if shares else None
-
-
-def _spans(shape: StepShape) -> tuple[np.ndarray, ...]:
-    return shape.rows, shape.starts, shape.counts, shape.ends
 
 
 class DraftClock:

@@ -72,6 +72,7 @@ class PendingStep:
     keeps: list[bool] | None = None  # [S]: where drafts were verified, the tokens up to the first that is no draft
     drafts: dict[str, list[int]] = field(default_factory=dict)
     verified: dict[str, int] = field(default_factory=dict)
+    no_drafts: bool = False
     follow: Callable[[], None] | None = (
         None  # what its tokens lead to, where rows draft: to be called when they are there
     )
@@ -106,6 +107,7 @@ class PendingStep:
             prompt_logprobs={name: join([p.rows() for p in pieces]) for name, pieces in self.prompt.items()},
             drafts=self.drafts,
             verified=self.verified,
+            no_drafts=self.no_drafts,
             forward_seconds=self.seconds,
             failed=failed,
         )
@@ -415,6 +417,7 @@ class ModelRunner:
             drafts.advance(sampled, num_tokens, prompts=num_tokens > len(tokens), late=pending.is_passed)
             if drafts.of:
                 pending.drafts = {name: drafts.of[name] for name in sampled if name in drafts.of}
+            pending.no_drafts = drafts.is_quiet
             pending.is_followed = True  # not where one of these failed: whoever looks next fails, too
 
     def _logits(self, flight: _Flight) -> Tensor:

@@ -255,13 +255,14 @@ class Worker:
             if mixed:
                 graphs = max(graphs, peak(self.device, partial(trial.mixed_graph, mixed[-1])))
             self._laps.mark("captured steps")
-        num_graphs = len(sizes) * (1 if self._drafter is None else 2) + len(mixed) + len(self._adapter_sizes())
+        num_graphs = (len(sizes) + len(mixed)) * (1 if self._drafter is None else 2) + len(self._adapter_sizes())
+        others = 0 if self._drafter is None else self._drafter.other_bytes()
         budget = measure(
             self.device,
             others=self._others,
             step=largest,
             graphs=graphs + PER_GRAPH * num_graphs,
-            static=8 * (step.max_num_seqs + 1) * (length + 1),  # tokens of all rows, and their tables
+            static=8 * (step.max_num_seqs + 1) * (length + 1) + others,  # tokens of all rows, and their tables
             share=self.config.cache_config.gpu_memory_utilization,
         )
         return kv_bytes_on_gpu(budget)

@@ -239,8 +239,12 @@ def test_what_excludes_drafts(resolve: Any, options: dict[str, Any], words: str)
 
 def test_devices(resolve: Any) -> None:
     assert resolve(NGRAM, device="cuda").method == "ngram"
-    with pytest.raises(NotBuiltError, match="drafters that are models are not tested on a GPU yet"):
-        resolve({"method": "draft_model", "model": "x/y", "num_speculative_tokens": 2}, device="cuda")
+    with pytest.raises(NotBuiltError, match="drafts are drawn on CPU only"):
+        resolve(
+            {"method": "draft_model", "model": "x/y", "num_speculative_tokens": 2}
+            | {"draft_sample_method": "probabilistic"},
+            device="cuda",
+        )
 
 
 def test_ranks(resolve: Any, draft: Any) -> None:

@@ -264,6 +264,7 @@ class Worker:
             prompt_logprobs=prompts,
             drafts={work.grant.request_id: list(work.row.drafts) for work in done if work.grant.samples},
             verified={work.grant.request_id: len(work.drafts) for work in done if work.drafts},
+            no_drafts=self.rng.random() < 0.2,
             failed=failed,
         )
 
