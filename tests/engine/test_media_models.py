@@ -23,6 +23,7 @@ from tests import seq2seq_models
 from tests.media_models import (
     FAMILIES,
     IMAGE,
+    NOT_SAID,
     DrawnItem,
     draw_item,
     is_greedy,
@@ -30,7 +31,7 @@ from tests.media_models import (
     prompt_of,
 )
 
-GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={IMAGE: -100.0})
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias=dict.fromkeys(NOT_SAID, -100.0))
 
 
 class Served:
@@ -57,7 +58,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 # in steps of every size, preempted, damaged
 THOROUGH = (
     "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration",
-    "PaliGemmaForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration", "Ovis2ForConditionalGeneration", "Phi4MultimodalForCausalLM",
 )  # fmt: skip
 
 
@@ -168,7 +169,8 @@ def test_the_second_question_costs_no_encoding(thorough: Served) -> None:
 
 def damaged(item: DrawnItem, more: int) -> DrawnItem:
     """So many places too many."""
-    return DrawnItem(item.modality, item.arrays, item.count + more)
+    written = (item.written + item.written[-1:] * max(more, 0))[: item.count + more]
+    return DrawnItem(item.modality, item.arrays, item.count + more, written=written)
 
 
 @pytest.mark.parametrize("more", [1, -1])

@@ -37,6 +37,7 @@ TEXT_TYPES = {
     "cohere2": "Cohere2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "phi4_multimodal": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "aria_text": "AriaTextForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
@@ -75,6 +76,7 @@ NAMES = (
 # of the tower, and of what stands between it and the language model
 TOWER = (
     r"^(?:model\.)?(?:vision_tower|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
+    r"visual_embeddings_table|embed_tokens_extend|"
     r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower|encoder|projector|mm_projector|"
     r"merger|mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+)(?:\.|$)"
 )
