@@ -492,6 +492,19 @@ FAMILIES: dict[str, Family] = {
         lambda generator: {"input_features": rand(generator, 1, 40, 8),
                            "input_features_mask": torch.arange(9)[None] < 8}, modality="audio",
     ),
+    "DeepseekOcr2ForConditionalGeneration": Family(
+        lambda: tf.DeepseekOcr2Config(
+            vision_config=dict(
+                sam_config=dict(hidden_size=32, output_channels=16, num_hidden_layers=2, num_attention_heads=4,
+                                image_size=64, patch_size=4, window_size=4, global_attn_indexes=[1], mlp_dim=48,
+                                downsample_channels=[16, 24]),
+                encoder_config=dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                    num_key_value_heads=2, vocab_size=8)),
+            text_config=TEXT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                                    n_shared_experts=1, mlp_layer_types=["dense", "sparse", "sparse"]),
+            image_token_id=IMAGE),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 64, 64), "num_local_patches": torch.tensor([0])},
+    ),
     "Ovis2ForConditionalGeneration": Family(
         lambda: tf.Ovis2Config(
             vision_config=dict(**VISION, image_size=28, patch_size=7, hidden_stride=2, vocab_size=40),

@@ -45,6 +45,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "VideoLlavaForConditionalGeneration": (IMAGE,),
     "LlavaNextVideoForConditionalGeneration": (IMAGE, VIDEO),
     "DeepseekVLForConditionalGeneration": (IMAGE,),
+    "DeepseekOcr2ForConditionalGeneration": (IMAGE,),
     "Lfm2VlForConditionalGeneration": (IMAGE,),
     "Llama4ForConditionalGeneration": (IMAGE,),
     "FuyuForCausalLM": (IMAGE,),

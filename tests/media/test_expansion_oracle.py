@@ -79,6 +79,10 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any], dict[str, Any], dict[
         "internvl", "InternVLProcessor", "got_ocr2", "GotOcr2ImageProcessorPil",
         {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 4}, {"image_seq_length": 4}, {},
     ),
+    "deepseek ocr 2": (
+        "deepseek_ocr2", "DeepseekOcr2Processor", "deepseek_ocr2", "DeepseekOcr2ImageProcessorPil",
+        {"size": {"height": 128, "width": 128}, "tile_size": 64}, {"patch_size": 16, "downsample_ratio": 2}, {},
+    ),
     "ovis2": (
         "ovis2", "Ovis2Processor", "ovis2", "Ovis2ImageProcessorPil",
         {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 6}, {"image_seq_length": 4}, {},

@@ -1,4 +1,4 @@
-"""Families that lay an image on a grid of tiles and see it as a whole besides: Ovis2, Perception LM."""
+"""Families that lay an image on a grid of tiles and see it as a whole besides: Ovis2, DeepSeek-OCR 2, Perception LM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quire.media import pixels
 from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, Family, ProcessedItem
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
+from quire.schema.errors import InputError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -103,6 +104,58 @@ def _covered(size: Size, rows: int, columns: int, side: int) -> float:
             long, short = max(edge, other), float(min(edge, other))
             total += side * (short / long * side) if long > side else long * short
     return total
+
+
+class DeepseekOcr2(Family):
+    """Tiles, if the image is larger than one, then the whole on a grey square, then one vector that ends both."""
+
+    placeholders = {"image": "<image>"}
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        defaults = {
+            **_STEPS, "size": {"height": 1024, "width": 1024}, "tile_size": 768, "image_mean": HALF, "image_std": HALF,
+            "crop_to_patches": True, "min_patches": 2, "max_patches": 6, "background_color": [127, 127, 127],
+        }  # fmt: skip
+        self.image = self.settings("image", defaults)
+        own = self.processor({"patch_size": 16, "downsample_ratio": 4})
+        self.patch = own.whole("patch_size", high=1024) * own.whole("downsample_ratio", high=64)
+
+    def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        import numpy as np  # lazy
+
+        if modality != "image":
+            raise self.refuse(modality)
+        settings = self.image.over(options)
+        side, filter_ = settings.whole("tile_size", high=4096), settings.filter(BICUBIC)
+        crops, levels = settings.flag("crop_to_patches", True), settings.levels()
+        tiles = self._tiles(value, settings, side) if crops and max(value.size) > side else []
+        whole = settings.box("size")[0] if crops else side
+        scale = whole / max(value.size)
+        size = max(1, round(value.height * scale)), max(1, round(value.width * scale))
+        square = pixels.square(pixels.planes(pixels.resize(value, size, filter_)), _colour(settings))
+        arrays = {
+            "pixel_values": levels.apply(square[None]),
+            "num_local_patches": np.array([len(tiles)], np.int64),
+        }
+        if tiles:
+            arrays["pixel_values_local"] = levels.apply(np.stack(tiles))
+        num = math.ceil(square.shape[-1] / self.patch) ** 2 + math.ceil(side / self.patch) ** 2 * len(tiles) + 1
+        return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+    def _tiles(self, image: Image, settings: Settings, side: int) -> list[Array]:
+        most = settings.whole("max_patches", high=_MOST_TILES)
+        fewest = settings.whole("min_patches", high=most)
+        columns, rows = pixels.grid_of((image.height, image.width), (side, side), fewest, most)
+        large = pixels.resize(image, (rows * side, columns * side), settings.filter(BICUBIC))
+        return pixels.tiles(pixels.planes(large), (side, side))
+
+
+def _colour(settings: Settings) -> list[int]:
+    colour = settings.get("background_color")
+    if not isinstance(colour, (list, tuple)) or len(colour) != 3 or not all(one in range(256) for one in colour):
+        raise InputError(f"background_color must be three bytes, got {colour!r:.100}", param="background_color")
+    return list(colour)
 
 
 class PerceptionLM(Family):
