@@ -36,7 +36,9 @@ Items = Mapping[str, Sequence[ProcessedItem]]
 
 
 def expand_text(family: Family, text: str, items: Items) -> str:
-    text = family.lay_out(text) if items else text
+    if not items:
+        return text
+    text = family.lay_out(text)
     names = {family.placeholders[modality]: modality for modality in items}
     for token, modality in names.items():
         if text.count(token) != len(items[modality]):

@@ -217,22 +217,29 @@ CASES["phi 4"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|image|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
-    configure, cls, own, settings, token = CASES[name]
-    modality = {"video": "video", "audio": "audio"}.get(name.split()[-1], "image")
-    write_tokenizer(tmp_path)
-    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+def write_model(name: str, folder: Path) -> Any:
+    """A tiny random checkpoint of one of CASES; the model."""
+    configure, cls, own, settings, _ = CASES[name]
+    write_tokenizer(folder)
+    vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(3)
     model = getattr(tf, cls)(configure(vocab)).eval().float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1 and not weight.any():  # Gemma 3's projection, as it is made
                 weight.normal_(std=0.2)
-    model.save_pretrained(tmp_path)
-    (tmp_path / "processor_config.json").write_text(json.dumps({"patch_size": None, **own}))
+    model.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps({"patch_size": None, **own}))
     for kind in ("preprocessor", "video_preprocessor"):
-        (tmp_path / f"{kind}_config.json").write_text(json.dumps(settings))
+        (folder / f"{kind}_config.json").write_text(json.dumps(settings))
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
+    cls, token, model = CASES[name][1], CASES[name][-1], write_model(name, tmp_path)
+    modality = {"video": "video", "audio": "audio"}.get(name.split()[-1], "image")
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     item = ITEMS[modality]
     special = [vocab.token_to_id(one) for one in SPECIAL]
     params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
