@@ -62,6 +62,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "GlmAsrForConditionalGeneration": (AUDIO,),
     "Qwen3ASRForConditionalGeneration": (AUDIO,),
     "WhisperForConditionalGeneration": (AUDIO,),  # read by the model's own encoder
+    "Florence2ForConditionalGeneration": (IMAGE,),  # encoded apart, then read by the model's own encoder with a text
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
@@ -72,6 +73,9 @@ OUTSIDE = frozenset((
 ITEM, PROMPT = "item", "prompt"
 _BOTH_WAYS = {"Gemma3ForConditionalGeneration": ITEM, "PaliGemmaForConditionalGeneration": PROMPT}
 
+# encoder-decoders whose encoder reads a text and what another encoder made of media in it
+_READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
+
 SPEECH_TYPES = frozenset(("whisper", "qwen2_audio"))
 
 
@@ -80,6 +84,11 @@ def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
         if name in MODALITIES:
             return MODALITIES[name]
     return ()
+
+
+def encoder_reads_text(config: Mapping[str, Any]) -> bool:
+    """Of an encoder-decoder model."""
+    return not modalities_of(config) or not _READ_BOTH.isdisjoint(config.get("architectures") or ())
 
 
 def hears_speech(config: Mapping[str, Any]) -> bool:

@@ -219,6 +219,8 @@ def load_tower(
 def _without_layers(config: PreTrainedConfig) -> None:
     text = next((config.__dict__[part] for part in _TEXT_PARTS if part in config.__dict__), config)
     text.num_hidden_layers = 0
+    if "decoder_layers" in vars(text):  # the other half of an encoder-decoder
+        text.decoder_layers = 0
     for name, value in list(vars(text).items()):
         if name in ("layer_types", "no_rope_layers", "moe_layers") and isinstance(value, list):
             setattr(text, name, [])

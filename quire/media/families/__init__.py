@@ -34,6 +34,7 @@ FAMILIES = Registry(
         "Phi4MultimodalProcessor": _PLACE + "phi:Phi4Multimodal",
         "Qwen2AudioProcessor": _PLACE + "speech:Qwen2Audio",
         "WhisperProcessor": _PLACE + "speech:Whisper",
+        "Florence2Processor": _PLACE + "florence:Florence2",
     },
 )
 _OF_TYPE = {
@@ -67,6 +68,7 @@ _OF_TYPE = {
     "phi4_multimodal": "Phi4MultimodalProcessor",
     "qwen2_audio": "Qwen2AudioProcessor",
     "whisper": "WhisperProcessor",
+    "florence2": "Florence2Processor",
 }
 
 
