@@ -194,8 +194,6 @@ def mel(generator: torch.Generator) -> Arrays:
     return {"input_features": rand(generator, 1, 16, 60)}
 
 
-
-
 def ovis_tiles(generator: torch.Generator) -> Arrays:
     rows, columns = (int(torch.randint(1, 3, (), generator=generator)) for _ in range(2))
     num = 1 if rows * columns == 1 else 1 + rows * columns

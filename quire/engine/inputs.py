@@ -310,7 +310,9 @@ class InputProcessor:
             loaded = media.loaded(self.begin_media(prompt))
         placed = media.place(encoder.text, encoder.token_ids, loaded, tokenizer, add_special_tokens=False)
         if len(placed.items) != 1:
-            raise InputError(f"the encoder reads one item; the prompt has {len(placed.items)}", param="multi_modal_data")
+            raise InputError(
+                f"the encoder reads one item; the prompt has {len(placed.items)}", param="multi_modal_data"
+            )
         return placed.token_ids, placed.items[0]
 
     @property

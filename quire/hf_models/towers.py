@@ -111,7 +111,7 @@ def _granite_speech(model: Any, input_features: Tensor, input_features_mask: Ten
 
 
 def _ovis2(model: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
-    """Marks around and between the tiles have vectors too: start, whole image, end of it, then tiles row by row, end."""
+    """Marks have vectors too: start, whole image, end of it, tiles row by row with one between each two, end."""
     output = model.get_image_features(pixel_values=pixel_values)
     vectors, marks = output.pooler_output, output.visual_indicator_features
     start, whole, column, row, end = (marks[index][None] for index in range(5))

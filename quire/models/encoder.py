@@ -101,7 +101,9 @@ class Encoder(nn.Module):
         core = self.arch.core
         num, width = int(places.sum()), core.embed_width or core.width
         if tuple(vectors.shape) != (num, width):
-            raise InputError(f"vectors of shape {list(vectors.shape)}; the encoder's text has places for {num} of {width}")
+            raise InputError(
+                f"vectors of shape {list(vectors.shape)}; the encoder's text has places for {num} of {width}"
+            )
         positions = self._positions(texts)
         x = self._embedded(texts, positions, places, vectors)
         return self._through(x, texts.token_ids, positions, texts.lens)

@@ -138,5 +138,9 @@ def test_openai_transcription_client(warm_python: WarmPython, tmp_path: Path) ->
             "openai_transcription_client", "--audio-path", str(tmp_path / "a.wav"), "--base-url", f"{server.url}/v1"
         )
     heard = read_back(data)
-    assert quoted(printed, "Transcription") == quoted(printed, "Streamed") == [tiny.heard(heard, 8, language="en").lstrip()]
+    assert (
+        quoted(printed, "Transcription")
+        == quoted(printed, "Streamed")
+        == [tiny.heard(heard, 8, language="en").lstrip()]
+    )
     assert quoted(printed, "Translation") == [tiny.heard(heard, 8, language="de", task="translate").lstrip()]

@@ -77,7 +77,9 @@ class Florence:
 
 @pytest.fixture(scope="module")
 def florence(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Florence]:
-    yield Florence(tmp_path_factory.mktemp("florence"))
+    made = Florence(tmp_path_factory.mktemp("florence"))
+    yield made
+    made.llm.close()
 
 
 def said(output: Any) -> list[int]:
@@ -107,6 +109,30 @@ def test_tokens_equal_transformers(florence: Florence) -> None:
     assert first != second  # the image matters
     for prompt, output in zip(prompts, whole, strict=True):
         assert said(florence.llm.generate(prompt, PARAMS, use_tqdm=False)[0]) == said(output)
+
+
+def test_preempted_answers_are_the_same(florence: Florence) -> None:
+    prompts = [{"prompt": f"words {i}", "multi_modal_data": {"image": PICTURES[i % 2]}} for i in range(4)]
+    expected = [said(one) for one in florence.llm.generate(prompts, PARAMS, use_tqdm=False)]
+    florence.llm.reset_prefix_cache()
+    loop: Any = florence.llm.llm_engine.front.client.loop
+    planner, num_steps, num_preempted = loop.scheduler.planner, 0, 0
+    fill = planner.fill
+
+    def disturbed() -> Any:
+        nonlocal num_steps, num_preempted
+        num_steps += 1
+        if num_steps % 2 == 0 and len(planner.running.items) > 1:
+            planner.preempt(planner.running.items[-1])
+            num_preempted += 1
+        return fill()
+
+    planner.fill = disturbed
+    try:
+        assert [said(one) for one in florence.llm.generate(prompts, PARAMS, use_tqdm=False)] == expected
+    finally:
+        del planner.fill
+    assert num_preempted >= 2
 
 
 def test_the_words_of_a_prompt_are_those_of_transformers(florence: Florence) -> None:

@@ -116,8 +116,9 @@ def test_steps_of_every_size(thorough: Served) -> None:
 
 
 def test_every_declared_family_is_tested() -> None:
-    """Those of encoder-decoder models in test_encoder_decoders.py."""
-    tested = {name.partition(" ")[0] for name in (*FAMILIES, *seq2seq_models.FAMILIES)}
+    """Those of encoder-decoder models in test_encoder_decoders.py and test_florence.py."""
+    others = (*seq2seq_models.FAMILIES, "Florence2ForConditionalGeneration")
+    tested = {name.partition(" ")[0] for name in (*FAMILIES, *others)}
     assert {name for name, kinds in MODALITIES.items() if kinds} <= tested
     assert {name.partition(" ")[0] for name in FAMILIES} <= MODALITIES.keys()
 

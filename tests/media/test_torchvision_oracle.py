@@ -1,5 +1,5 @@
 """Families whose processors transformers has for torchvision only, which is not installed: their code runs over torch's
-own resizing, which torchvision calls. Grids, crops, masks and counts are equal, pixels within two levels of Pillow's."""
+own resizing, which torchvision calls. Grids, crops, masks, counts are equal, pixels within two levels of Pillow's."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_phi_4(torchvision: None, monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_array_equal(item.arrays[name], expected[name], err_msg=f"{name} of {size}")
         assert item.arrays["image_pixel_values"].shape == tuple(expected["image_pixel_values"].shape)
         near(item.arrays["image_pixel_values"][0, 1:], expected["image_pixel_values"][0, 1:])
-        # of the whole image theirs counts 256 and 16 vectors, whatever its size; here it has 4 by 4, and a row's end each
+        # theirs counts 256 and 16 vectors of the whole image, whatever its size; here it has 4 by 4, and 4 ends of rows
         assert item.num_vectors == expected["num_img_tokens"][0] - 256 - 16 + 4 * 4 + 4
     with pytest.raises(InputError, match="too narrow"):
         family.process("image", picture(3000, 20), {}, 1)

@@ -15,7 +15,11 @@ def sync_openai(path: str, client: OpenAI, model: str) -> None:
         print(f"Transcription: {transcription.text!r}")
     with open(path, "rb") as file:
         translation = client.audio.translations.create(
-            file=file, model=model, response_format="json", temperature=0.0, extra_body={"language": "de", "max_completion_tokens": 8}
+            file=file,
+            model=model,
+            response_format="json",
+            temperature=0.0,
+            extra_body={"language": "de", "max_completion_tokens": 8},
         )
         print(f"Translation: {translation.text!r}")
 
@@ -41,9 +45,7 @@ def main() -> None:
     client = OpenAI(api_key="EMPTY", base_url=args.base_url)
     model = client.models.list().data[0].id
     sync_openai(args.audio_path, client, model)
-    asyncio.run(
-        stream_openai_response(args.audio_path, AsyncOpenAI(api_key="EMPTY", base_url=args.base_url), model)
-    )
+    asyncio.run(stream_openai_response(args.audio_path, AsyncOpenAI(api_key="EMPTY", base_url=args.base_url), model))
 
 
 if __name__ == "__main__":
