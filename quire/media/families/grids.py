@@ -81,14 +81,14 @@ def covering_grid(size: Size, side: int, most: int) -> tuple[int, int]:
     """(columns, rows) of the fewest tiles that keep nine tenths of the image, if each is shrunk to fit its longer edge
     into `side`; else of those that keep most. As released, a grid is measured with its sides exchanged."""
     height, width = size
-    found, best = [], []
+    enough, best = [], []
     for first in range(1, most + 1):
         for second in range(1, most // first + 1):
             covered = _covered(size, first, second, side) / (width * height)
             best.append((-covered, first * second, first, second))
             if covered > _COVERED:
-                found.append((first * second, -covered, first, second))
-    *_, columns, rows = min(found) if found else min(best)
+                enough.append((first * second, -covered, first, second))
+    *_, columns, rows = min(enough) if enough else min(best)
     return int(columns), int(rows)
 
 

@@ -322,12 +322,12 @@ class Session:
     def _hold(self, further: int = 0) -> None:
         """As much of the desk's memory as waiting audio takes, `further` bytes included that are about to wait.
         OverloadedError: there is not so much."""
-        held = self._utterances.num_bytes + further
-        if held > self._held_bytes:
-            self._sessions.desk.take(held - self._held_bytes)
+        num_bytes = self._utterances.num_bytes + further
+        if num_bytes > self._held_bytes:
+            self._sessions.desk.take(num_bytes - self._held_bytes)
         else:
-            self._sessions.desk.give(self._held_bytes - held)
-        self._held_bytes = held
+            self._sessions.desk.give(self._held_bytes - num_bytes)
+        self._held_bytes = num_bytes
 
     def _begin(self, *, is_streamed: bool = False) -> Utterance:
         self._num_items += 1
