@@ -310,6 +310,10 @@ FAMILIES: dict[str, Family] = {
         both(tf.InternVLConfig, lambda: tf.InternVLVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),
              qwen2, image_token_id=IMAGE), several_tiles,
     ),
+    "InternVLForConditionalGeneration video": Family(
+        both(tf.InternVLConfig, lambda: tf.InternVLVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),
+             qwen2, image_token_id=IMAGE), several_tiles, modality="video", written=lambda arrays: [IMAGE] * 8,
+    ),
     "Mistral3ForConditionalGeneration": Family(
         both(tf.Mistral3Config, pixtral, lambda: tf.MistralConfig(**TEXT, sliding_window=None),
              image_token_index=IMAGE), sized,

@@ -36,7 +36,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
     "Idefics3ForConditionalGeneration": (IMAGE,),
     "SmolVLMForConditionalGeneration": (IMAGE,),
-    "InternVLForConditionalGeneration": (IMAGE,),
+    "InternVLForConditionalGeneration": (IMAGE, VIDEO),
     "Mistral3ForConditionalGeneration": (IMAGE,),
     "AyaVisionForConditionalGeneration": (IMAGE,),
     "Cohere2VisionForConditionalGeneration": (IMAGE,),

@@ -124,8 +124,9 @@ def _ovis2(model: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
     return torch.cat([*(parts[:-1] if rows * columns > 1 else parts), end])
 
 
-def _perception_video(model: Any, pixel_values_videos: Tensor) -> Tensor:
-    return _vectors(model.get_image_features(pixel_values=pixel_values_videos))
+def _frames(model: Any, pixel_values: Tensor) -> Tensor:
+    """Frames of a video are images."""
+    return _vectors(model.get_image_features(pixel_values=pixel_values))
 
 
 def _phi4_image(model: Any, image_pixel_values: Tensor, image_sizes: Tensor, image_attention_mask: Tensor) -> Tensor:
@@ -170,7 +171,8 @@ _ADDED: dict[str, dict[str, Callable[..., Tensor]]] = {
     "LlavaOnevisionModel": {"get_video_features": _onevision_video},
     "GraniteSpeechModel": {"get_audio_features": _granite_speech},
     "Ovis2Model": {"get_image_features": _ovis2},
-    "PerceptionLMModel": {"get_video_features": _perception_video},
+    "PerceptionLMModel": {"get_video_features": _frames},
+    "InternVLModel": {"get_video_features": _frames},
     "Phi4MultimodalModel": {"get_image_features": _phi4_image, "get_audio_features": _phi4_audio},
 }
 

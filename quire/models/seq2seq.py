@@ -111,7 +111,7 @@ class Seq2Seq(nn.Module):
         texts = Texts(token_ids, (len(token_ids),))
         if vectors is None:
             return self.encoder(texts)
-        return self.encoder.read_with(texts, token_ids == self.arch.media_token, vectors)
+        return self.encoder.read_with(texts, torch.eq(token_ids, self.arch.media_token or 0), vectors)
 
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)

@@ -196,6 +196,7 @@ CASES["qwen3 vl, video"] = (
     qwen3_vl, "Qwen3VLForConditionalGeneration", {},
     {"patch_size": 14, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}}, "<|video_pad|>",
 )  # fmt: skip
+CASES["internvl, video"] = (*CASES["internvl"][:4], "<video>")
 CASES["qwen2 audio"] = (
     qwen2_audio, "Qwen2AudioForConditionalGeneration", {}, {"feature_size": 16, "chunk_length": 2},
     "<|audio_bos|><|AUDIO|><|audio_eos|>",

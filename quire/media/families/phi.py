@@ -57,8 +57,8 @@ class Phi4Multimodal(Family):
         whole = pixels.sampled(levels, (side, side))
         masks = [np.ones((side // patch,) * 2, np.float32), *pixels.tiles(mask, (side // patch,) * 2)]
         half = -(-(side // patch) // 2)
-        quarters = np.stack(masks[1:])[:, ::2, ::2].reshape(rows, columns, half, half).transpose(0, 2, 1, 3)
-        quarters = quarters.reshape(rows * half, columns * half)
+        quarters: Array = np.stack(masks[1:])[:, ::2, ::2].reshape(rows, columns, half, half)
+        quarters = quarters.transpose(0, 2, 1, 3).reshape(rows * half, columns * half)
         num = int(quarters.sum() + quarters[:, 0].sum()) + 1 + half * (half + 1)
         arrays = {
             "image_pixel_values": np.stack([whole, *pixels.tiles(levels, (side, side))])[None],
