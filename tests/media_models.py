@@ -23,6 +23,8 @@ from quire.schema.media import ArrayData, MediaItem
 from tests.tiny_models import VOCAB, write_tokenizer
 
 IMAGE = 300  # the token of media
+OVIS_MARKS = [301, 302, 303, 304, 305]  # start, end of the whole, of a column, of a row, end
+NOT_SAID = [IMAGE, *OVIS_MARKS]  # tokens that answers never hold: they would be items without pixels
 TEXT: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -39,6 +41,7 @@ class Family:
     joined_by: dict[str, int] | None = None  # the dimension along which arrays of several items are joined; 0
     types: str = ""  # what transformers' forward wants to be told of tokens: "mm", "image" or "suffix" (types_of)
     between: tuple[int, ...] = ()  # tokens between two frames of a video
+    written: Callable[[Arrays], list[int]] | None = None  # the tokens of an item, if they are not all the same
 
 
 def rand(generator: torch.Generator, *shape: int) -> Tensor:
@@ -191,6 +194,46 @@ def mel(generator: torch.Generator) -> Arrays:
     return {"input_features": rand(generator, 1, 16, 60)}
 
 
+def ovis_tiles(generator: torch.Generator) -> Arrays:
+    rows, columns = (int(torch.randint(1, 3, (), generator=generator)) for _ in range(2))
+    num = 1 if rows * columns == 1 else 1 + rows * columns
+    return {"pixel_values": rand(generator, num, 3, 28, 28), "grids": torch.tensor([[rows, columns]])}
+
+
+def ovis_tokens(arrays: Arrays) -> list[int]:
+    start, whole, column, row, end = OVIS_MARKS
+    rows, columns = arrays["grids"][0].tolist()
+    tokens = [start, *[IMAGE] * 4, whole]
+    for index in range(rows * columns if rows * columns > 1 else 0):
+        last = index + 1 == rows * columns
+        tokens += [*[IMAGE] * 4, *[end if last else column if (index + 1) % columns else row]]
+    return tokens if rows * columns > 1 else [*tokens, end]
+
+
+def phi4(**over: Any) -> Any:
+    vision = dict(**VISION, image_size=28, crop_size=28, patch_size=7, image_token_id=over.get("image", IMAGE))
+    audio = dict(
+        hidden_size=32, intermediate_size=48, num_blocks=2, num_attention_heads=4, ext_pw_out_channel=32,
+        depthwise_separable_out_channel=32, input_size=16, nemo_conv_channels=8, bias_max_distance=20,
+        audio_token_id=over.get("audio", 291),
+    )  # fmt: skip
+    return tf.Phi4MultimodalConfig(**TEXT, vision_config=vision, audio_config=audio)
+
+
+def phi4_crops(generator: torch.Generator) -> Arrays:
+    """Two crops, the second half full."""
+    mask = torch.ones(1, 3, 4, 4)
+    mask[0, 2, :, 2:] = 0
+    return {
+        "image_pixel_values": rand(generator, 1, 3, 3, 28, 28), "image_sizes": torch.tensor([[28, 56]]),
+        "image_attention_mask": mask,
+    }  # fmt: skip
+
+
+def phi4_audio(generator: torch.Generator) -> Arrays:
+    return {"audio_input_features": rand(generator, 1, 60, 16), "audio_embed_sizes": torch.tensor([8])}
+
+
 IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(both(tf.LlavaConfig, clip, llama, image_token_index=IMAGE), square),
@@ -266,6 +309,10 @@ FAMILIES: dict[str, Family] = {
     "InternVLForConditionalGeneration": Family(
         both(tf.InternVLConfig, lambda: tf.InternVLVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),
              qwen2, image_token_id=IMAGE), several_tiles,
+    ),
+    "InternVLForConditionalGeneration video": Family(
+        both(tf.InternVLConfig, lambda: tf.InternVLVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),
+             qwen2, image_token_id=IMAGE), several_tiles, modality="video", written=lambda arrays: [IMAGE] * 8,
     ),
     "Mistral3ForConditionalGeneration": Family(
         both(tf.Mistral3Config, pixtral, lambda: tf.MistralConfig(**TEXT, sliding_window=None),
@@ -447,6 +494,43 @@ FAMILIES: dict[str, Family] = {
         lambda generator: {"input_features": rand(generator, 1, 40, 8),
                            "input_features_mask": torch.arange(9)[None] < 8}, modality="audio",
     ),
+    "DeepseekOcr2ForConditionalGeneration": Family(
+        lambda: tf.DeepseekOcr2Config(
+            vision_config=dict(
+                sam_config=dict(hidden_size=32, output_channels=16, num_hidden_layers=2, num_attention_heads=4,
+                                image_size=64, patch_size=4, window_size=4, global_attn_indexes=[1], mlp_dim=48,
+                                downsample_channels=[16, 24]),
+                encoder_config=dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                    num_key_value_heads=2, vocab_size=8)),
+            text_config=TEXT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                                    n_shared_experts=1, mlp_layer_types=["dense", "sparse", "sparse"]),
+            image_token_id=IMAGE),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 64, 64), "num_local_patches": torch.tensor([0])},
+    ),
+    "Ovis2ForConditionalGeneration": Family(
+        lambda: tf.Ovis2Config(
+            vision_config=dict(**VISION, image_size=28, patch_size=7, hidden_stride=2, vocab_size=40),
+            text_config=qwen2(), image_token_id=IMAGE, visual_indicator_token_ids=OVIS_MARKS, hidden_size=64,
+            vocab_size=VOCAB, tie_word_embeddings=False),
+        ovis_tiles, written=ovis_tokens,
+    ),
+    "PerceptionLMForConditionalGeneration": Family(
+        both(tf.PerceptionLMConfig, lambda: clip(model_args={"embed_dim": 32}), llama, image_token_id=IMAGE,
+             video_token_id=291, projector_pooling_ratio=2),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 3, 28, 28)},
+    ),
+    "PerceptionLMForConditionalGeneration video": Family(
+        both(tf.PerceptionLMConfig, lambda: clip(model_args={"embed_dim": 32}), llama, image_token_id=291,
+             video_token_id=IMAGE, projector_pooling_ratio=2),
+        lambda generator: {"pixel_values_videos": rand(generator, 1, 2, 3, 28, 28)}, modality="video",
+        written=lambda arrays: [IMAGE] * 8,
+    ),
+    "Phi4MultimodalForCausalLM": Family(
+        phi4, phi4_crops, written=lambda arrays: [IMAGE] * (2 * (3 + 1) + 1 + 2 * (2 + 1))
+    ),
+    "Phi4MultimodalForCausalLM audio": Family(
+        lambda: phi4(image=291, audio=IMAGE), phi4_audio, modality="audio", written=lambda arrays: [IMAGE] * 8
+    ),
     "GlmAsrForConditionalGeneration": Family(
         lambda: tf.GlmAsrConfig(
             audio_config=dict(model_type="glmasr_encoder", hidden_size=32, intermediate_size=128, num_hidden_layers=2,
@@ -528,10 +612,13 @@ class DrawnItem:
     arrays: Arrays
     count: int
     between: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
         """What stands for it in a prompt."""
+        if self.written:
+            return list(self.written)
         if not self.between:
             return [IMAGE] * self.count
         frames = int(self.arrays["video_grid_thw"][0, 0])
@@ -551,6 +638,9 @@ class DrawnItem:
 def draw_item(name: str, model: Any, seed: int) -> DrawnItem:
     family = FAMILIES[name]
     arrays = family.draw(torch.Generator().manual_seed(seed))
+    if family.written:
+        tokens = tuple(family.written(arrays))
+        return DrawnItem(family.modality, arrays, len(tokens), written=tokens)
     return DrawnItem(family.modality, arrays, vectors_of(model, family.modality, arrays), family.between)
 
 
@@ -595,6 +685,6 @@ def is_greedy(name: str, model: Any, pieces: Sequence[Piece], answer: list[int])
     inputs |= types_of(family, ids, len(prompt["prompt_token_ids"]))
     with torch.inference_mode():
         logits = model(input_ids=ids, **inputs).logits[0].clone()
-        logits[:, IMAGE] = -torch.inf
+        logits[:, NOT_SAID] = -torch.inf
     start = len(prompt["prompt_token_ids"]) - 1
     return bool((logits[start:-1].argmax(-1) == torch.tensor(answer)).all())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.checkpoint.limits import INT32, check_config, shown
-from quire.checkpoint.media import both_ways_of, modalities_of
+from quire.checkpoint.media import both_ways_of, encoder_reads_text, modalities_of
 from quire.schema.errors import CheckpointError
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
@@ -54,6 +54,7 @@ class ModelFacts:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     is_encoder_decoder: bool = False
+    encoder_reads_text: bool = False  # of an encoder-decoder: and not only media
     encoder_length: int = 0  # of an encoder-decoder: tokens that its encoder reads at most; 0: as many as the decoder
     decoder_start: int | None = None  # the first token of every text that its decoder writes
     forced_start: int | None = None  # the token that must follow it
@@ -99,9 +100,10 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
         bos_token_id=next(iter(token_ids(_either(config, text, "bos_token_id"))), None),
         pad_token_id=next(iter(token_ids(_either(config, text, "pad_token_id"))), None),
         is_encoder_decoder=bool(config.get("is_encoder_decoder", False)),
+        encoder_reads_text=bool(config.get("is_encoder_decoder")) and encoder_reads_text(config),
         encoder_length=encoder_length(config),
         decoder_start=decoder_start(config),
-        forced_start=next(iter(token_ids(config.get("forced_bos_token_id"))), None),
+        forced_start=next(iter(token_ids(_either(config, text, "forced_bos_token_id"))), None),
         tie_word_embeddings=_either(config, text, "tie_word_embeddings"),
         uses_mla=_number(text, "kv_lora_rank") > 0,
         has_states=model_type in _STATE_TYPES or not _STATE_LAYERS.isdisjoint(layers),
@@ -115,7 +117,7 @@ def encoder_length(config: Mapping[str, Any]) -> int:
     """Of an encoder-decoder model with a table of positions."""
     if not config.get("is_encoder_decoder"):
         return 0
-    return _number(config, "max_source_positions", "max_position_embeddings")
+    return _number(text_part(config), "max_source_positions", "max_position_embeddings")
 
 
 def with_starts(facts: ModelFacts, generation: Mapping[str, Any]) -> ModelFacts:
@@ -132,8 +134,9 @@ def decoder_start(config: Mapping[str, Any]) -> int | None:
     """Of an encoder-decoder model; T5's decoders begin with padding, BART's with an end of text."""
     if not config.get("is_encoder_decoder"):
         return None
-    names = ("decoder_start_token_id", "pad_token_id" if "d_kv" in config else "eos_token_id")
-    return next((start for name in names for start in token_ids(config.get(name))), None)
+    text = text_part(config)
+    names = ("decoder_start_token_id", "pad_token_id" if "d_kv" in text else "eos_token_id")
+    return next((start for name in names for start in token_ids(_either(config, text, name))), None)
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

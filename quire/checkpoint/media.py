@@ -36,7 +36,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
     "Idefics3ForConditionalGeneration": (IMAGE,),
     "SmolVLMForConditionalGeneration": (IMAGE,),
-    "InternVLForConditionalGeneration": (IMAGE,),
+    "InternVLForConditionalGeneration": (IMAGE, VIDEO),
     "Mistral3ForConditionalGeneration": (IMAGE,),
     "AyaVisionForConditionalGeneration": (IMAGE,),
     "Cohere2VisionForConditionalGeneration": (IMAGE,),
@@ -45,12 +45,16 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "VideoLlavaForConditionalGeneration": (IMAGE,),
     "LlavaNextVideoForConditionalGeneration": (IMAGE, VIDEO),
     "DeepseekVLForConditionalGeneration": (IMAGE,),
+    "DeepseekOcr2ForConditionalGeneration": (IMAGE,),
     "Lfm2VlForConditionalGeneration": (IMAGE,),
     "Llama4ForConditionalGeneration": (IMAGE,),
     "FuyuForCausalLM": (IMAGE,),
     "LightOnOcrForConditionalGeneration": (IMAGE,),
     "Gemma3ForConditionalGeneration": (IMAGE,),
     "PaliGemmaForConditionalGeneration": (IMAGE,),
+    "Ovis2ForConditionalGeneration": (IMAGE,),
+    "PerceptionLMForConditionalGeneration": (IMAGE, VIDEO),
+    "Phi4MultimodalForCausalLM": (IMAGE, AUDIO),
     "VoxtralForConditionalGeneration": (AUDIO,),
     "AudioFlamingo3ForConditionalGeneration": (AUDIO,),
     "Qwen2AudioForConditionalGeneration": (AUDIO,),
@@ -58,6 +62,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "GlmAsrForConditionalGeneration": (AUDIO,),
     "Qwen3ASRForConditionalGeneration": (AUDIO,),
     "WhisperForConditionalGeneration": (AUDIO,),  # read by the model's own encoder
+    "Florence2ForConditionalGeneration": (IMAGE,),  # encoded apart, then read by the model's own encoder with a text
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
@@ -68,6 +73,9 @@ OUTSIDE = frozenset((
 ITEM, PROMPT = "item", "prompt"
 _BOTH_WAYS = {"Gemma3ForConditionalGeneration": ITEM, "PaliGemmaForConditionalGeneration": PROMPT}
 
+# encoder-decoders whose encoder reads a text and what another encoder made of media in it
+_READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
+
 SPEECH_TYPES = frozenset(("whisper", "qwen2_audio"))
 
 
@@ -76,6 +84,11 @@ def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
         if name in MODALITIES:
             return MODALITIES[name]
     return ()
+
+
+def encoder_reads_text(config: Mapping[str, Any]) -> bool:
+    """Of an encoder-decoder model."""
+    return not modalities_of(config) or not _READ_BOTH.isdisjoint(config.get("architectures") or ())
 
 
 def hears_speech(config: Mapping[str, Any]) -> bool:

@@ -301,9 +301,9 @@ class ModelConfig(Group):
     @property
     def takes_encoder(self) -> bool:
         """The encoder of its media is loaded: it has one, and is not used as a language model only. (That of an
-        encoder-decoder is part of the model.)"""
+        encoder-decoder is part of the model, unless it reads text with its media.)"""
         options = self.multimodal_config
-        if self.is_encoder_decoder:
+        if self.is_encoder_decoder and not self.facts.encoder_reads_text:
             return False
         return bool(self.facts.modalities) and not (options is not None and options.language_model_only)
 

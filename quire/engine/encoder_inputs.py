@@ -1,7 +1,8 @@
 """Prompts of encoder-decoder models: what the encoder reads, and the tokens that the decoder's text begins with.
 
 In: a Prompt, explicit (a part for each) or implicit: of a model that reads text, a prompt is the encoder's, and the
-model says how the decoder begins; of one that hears, its media are the encoder's and its text is the decoder's.
+model says how the decoder begins; of one that hears, its media are the encoder's and its text is the decoder's; of one
+that reads both, all of it is the encoder's.
 Out: an item for the encoder (a MediaItem without a place in the prompt) and the decoder's token ids. Must not know:
 how an item is encoded, where the engine is.
 """
@@ -34,7 +35,8 @@ class EncoderDecoderInputs(NamedTuple):
 
 
 class EncoderInputs:
-    """Of one model. `check_ids`: whether the model has such tokens. `item_of`: a prompt's media as an item."""
+    """Of one model. `check_ids`: whether the model has such tokens. `item_of`: a prompt's media as an item. `placed`:
+    the encoder's part of a prompt as token ids, with the prompt's one item in its place."""
 
     def __init__(
         self,
@@ -43,10 +45,11 @@ class EncoderInputs:
         tokenizer: Callable[[], Tokenizer | None],
         check_ids: Callable[[str, Collection[int]], None],
         item_of: Callable[[Prompt], MediaItem],
+        placed: Callable[[Prompt, Prompt], tuple[tuple[int, ...], MediaItem]],
     ) -> None:
         facts = model.facts
-        self._check_ids = check_ids
-        self.reads_text = not facts.modalities
+        self._check_ids, self._placed = check_ids, placed
+        self.reads_text = facts.encoder_reads_text
         self._max_model_len = max_model_len
         self.most = facts.encoder_length or max_model_len  # tokens of the encoder
         self._start, self._forced = facts.decoder_start, facts.forced_start
@@ -58,10 +61,12 @@ class EncoderInputs:
             raise InputError("an encoder-decoder model takes no embeddings as a prompt", param="prompt_embeds")
         if not self.reads_text:
             return self._heard(prompt, keep)
-        if prompt.has_media:
+        if prompt.has_media and not self._modalities:
             raise InputError("this model's encoder reads text: it takes no multi_modal_data", param="multi_modal_data")
         encoder = prompt if prompt.encoder is None else prompt.encoder
         decoder = Prompt() if prompt.encoder is None else prompt
+        if prompt.has_media:
+            return self._read_both(prompt, encoder, decoder, keep)
         special = bool(kwargs.get("add_special_tokens", True))
         most = self.most if keep is None else _LONGER * self.most
         ids = self._ids(encoder, special=special, most=most, param="encoder_prompt")
@@ -73,6 +78,25 @@ class EncoderInputs:
         self._check_ids("the encoder's prompt", ids)
         item = text_item(ids, prompt.cache_salt)
         return EncoderDecoderInputs(self._decoder_ids(decoder), decoder.text, ids, encoder.text, item)
+
+    def _read_both(self, prompt: Prompt, encoder: Prompt, decoder: Prompt, keep: int | None) -> EncoderDecoderInputs:
+        if len(encoder.text or "") > _LONGER * self.most:
+            raise InputError(f"the encoder's text has {len(encoder.text or '')} characters", param="encoder_prompt")
+        ids, item = self._placed(prompt, encoder)
+        if keep is not None and keep < len(ids):
+            raise InputError(
+                f"the encoder's prompt has {len(ids)} tokens with its media and would be cut to {keep}: it cannot be "
+                "truncated",
+                param="truncate_prompt_tokens",
+            )
+        self.check_length(len(ids))
+        self._check_ids("the encoder's prompt", ids)
+        text = text_item(ids, item.key)
+        both = MediaItem(
+            modality=item.modality, key=f"{item.modality} {text.key}", offset=0, length=len(ids),
+            arrays=item.arrays | text.arrays,
+        )  # fmt: skip
+        return EncoderDecoderInputs(self._decoder_ids(decoder), decoder.text, ids, encoder.text, both)
 
     def check_length(self, count: int) -> None:
         """InputError: the encoder cannot read a text of so many tokens."""

@@ -289,7 +289,9 @@ class InputProcessor:
         def check_ids(what: str, ids: Collection[int]) -> None:
             self._check_ids(what, ids, param="encoder_prompt")
 
-        return EncoderInputs(self._model, self.max_model_len, lambda: self.tokenizer, check_ids, self._encoder_item)
+        return EncoderInputs(
+            self._model, self.max_model_len, lambda: self.tokenizer, check_ids, self._encoder_item, self._encoder_place
+        )
 
     @property
     def max_prompt_len(self) -> int:
@@ -316,6 +318,23 @@ class InputProcessor:
         media = self.media
         loaded = media.known(prompt.loaded_media or prompt.media)
         return media.encoder_item(media.loaded(self.begin_media(prompt)) if loaded is None else loaded)
+
+    def _encoder_place(self, prompt: Prompt, encoder: Prompt) -> tuple[tuple[int, ...], MediaItem]:
+        """The encoder's part of a prompt, with the prompt's one item in its place."""
+        if has_items(prompt):
+            raise InputError("the encoder's media must be given as they are, not as items", param="multi_modal_data")
+        media, tokenizer = self.media, self.tokenizer
+        if tokenizer is None:
+            raise InputError("media need a tokenizer, and the engine has none (skip_tokenizer_init)", param="prompt")
+        loaded = media.known(prompt.loaded_media or prompt.media)
+        if loaded is None:
+            loaded = media.loaded(self.begin_media(prompt))
+        placed = media.place(encoder.text, encoder.token_ids, loaded, tokenizer, add_special_tokens=False)
+        if len(placed.items) != 1:
+            raise InputError(
+                f"the encoder reads one item; the prompt has {len(placed.items)}", param="multi_modal_data"
+            )
+        return placed.token_ids, placed.items[0]
 
     @property
     def media(self) -> MediaInputs:

@@ -114,12 +114,70 @@ def _granite_speech(model: Any, input_features: Tensor, input_features_mask: Ten
     return vectors[input_features_mask.bool()]
 
 
+def _ovis2(model: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
+    """Marks have vectors too: start, whole image, end of it, tiles row by row with one between each two, end."""
+    output = model.get_image_features(pixel_values=pixel_values)
+    vectors, marks = output.pooler_output, output.visual_indicator_features
+    start, whole, column, row, end = (marks[index][None] for index in range(5))
+    rows, columns = (int(size) for size in grids[0])
+    if len(vectors) != (1 if rows * columns == 1 else 1 + rows * columns):
+        raise ValueError(f"{len(vectors)} tiles for a grid of {rows}x{columns}")
+    parts = [start, vectors[0], whole]
+    for index, tile in enumerate(vectors[1:], start=1):
+        parts += [tile, column if index % columns else row]
+    return torch.cat([*(parts[:-1] if rows * columns > 1 else parts), end])
+
+
+def _frames(model: Any, pixel_values: Tensor) -> Tensor:
+    """Frames of a video are images."""
+    return _vectors(model.get_image_features(pixel_values=pixel_values))
+
+
+def _phi4_image(model: Any, image_pixel_values: Tensor, image_sizes: Tensor, image_attention_mask: Tensor) -> Tensor:
+    """The embedding writes vectors into places of a prompt: here one that consists of them. Per row of patches that are
+    not padding one more, as for the whole image, and one between the two."""
+    encoder = model.embed_tokens_extend.image_embed
+    if len(image_sizes) != 1:
+        raise ValueError(f"sizes of {len(image_sizes)} images")
+    height, width = (int(size) // encoder.crop_size for size in image_sizes[0])
+    side = -(-image_attention_mask.shape[-1] // 2)
+    mask = image_attention_mask[0, 1 : 1 + height * width, ::2, ::2].reshape(height, width, side, side)
+    rows, columns = int(mask[:, 0, :, 0].sum()), int(mask[0, :, 0].sum())
+    return _into_places(
+        encoder, rows * (columns + 1) + 1 + side * (side + 1), model.config.vision_config.image_token_id, model,
+        image_pixel_values=image_pixel_values, image_sizes=image_sizes, image_attention_mask=image_attention_mask,
+    )  # fmt: skip
+
+
+def _phi4_audio(
+    model: Any, audio_input_features: Tensor, audio_embed_sizes: Tensor, is_beside: Tensor | None = None
+) -> Tensor:
+    """`is_beside` images: another projection."""
+    return _into_places(
+        model.embed_tokens_extend.audio_embed, int(audio_embed_sizes.sum()), model.config.audio_config.audio_token_id,
+        model, audio_input_features=audio_input_features, audio_embed_sizes=audio_embed_sizes,
+        audio_projection_mode="speech" if is_beside is None else "vision",
+    )  # fmt: skip
+
+
+def _into_places(encoder: Any, num: int, token: int, model: Any, **inputs: Any) -> Tensor:
+    first = next(iter(inputs.values()))
+    ids = torch.full((1, num), token, device=first.device)
+    empty = torch.zeros((1, num, model.config.hidden_size), dtype=first.dtype, device=first.device)
+    vectors: Tensor = encoder(ids, empty, **inputs)
+    return vectors[0]
+
+
 # encoders that a class has, all or in part, within its forward pass only
 _ADDED: dict[str, dict[str, Callable[..., Tensor]]] = {
     "Qwen2AudioModel": {"get_audio_features": _qwen2_audio},
     "Llama4ForConditionalGeneration": {"get_image_features": _llama4},
     "LlavaOnevisionModel": {"get_video_features": _onevision_video},
     "GraniteSpeechModel": {"get_audio_features": _granite_speech},
+    "Ovis2Model": {"get_image_features": _ovis2},
+    "PerceptionLMModel": {"get_video_features": _frames},
+    "InternVLModel": {"get_video_features": _frames},
+    "Phi4MultimodalModel": {"get_image_features": _phi4_image, "get_audio_features": _phi4_audio},
 }
 
 
@@ -206,6 +264,8 @@ def attend_packed(module: nn.Module) -> None:
 def _without_layers(config: PreTrainedConfig) -> None:
     text = next((config.__dict__[part] for part in _TEXT_PARTS if part in config.__dict__), config)
     text.num_hidden_layers = 0
+    if "decoder_layers" in vars(text):  # the other half of an encoder-decoder
+        text.decoder_layers = 0
     for name, value in list(vars(text).items()):
         if name in ("layer_types", "no_rope_layers", "moe_layers") and isinstance(value, list):
             setattr(text, name, [])
@@ -259,3 +319,5 @@ def _drop_language(module: nn.Module) -> None:
         for name in _LANGUAGE:
             if isinstance(owner._modules.get(name), nn.Module):
                 owner._modules[name] = nn.Identity()
+        if "embed_tokens_extend" in owner._modules:  # a language model with its encoders among its own parts
+            owner._modules["embed_tokens"] = nn.Identity()

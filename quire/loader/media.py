@@ -83,10 +83,11 @@ def make_encoder(config: EngineConfig, kernels: Kernels) -> TowerEncoder | None:
         raise NotBuiltError(f"{about.path} has no encoder for media; set language_model_only=True", param="model")
     from quire.hf_models.towers import load_tower  # lazy
 
-    arch, is_dummy = read_arch(about.hf_config), config.load_config.load_format == "dummy"
+    is_dummy = config.load_config.load_format == "dummy"
     tower = load_tower(
         about.hf_config, about.path, dtype=getattr(torch, about.dtype), device=kernels.device,
         is_dummy=is_dummy, safetensors=is_dummy or _has_safetensors(config),
     )  # fmt: skip
-    sections = next((len(layer.rope.sections) for layer in arch.layers if layer.rope is not None), 0)
+    layers = () if about.is_encoder_decoder else read_arch(about.hf_config).layers
+    sections = next((len(layer.rope.sections) for layer in layers if layer.rope is not None), 0)
     return TowerEncoder(tower, about.hf_config, sections)

@@ -36,7 +36,9 @@ Items = Mapping[str, Sequence[ProcessedItem]]
 
 
 def expand_text(family: Family, text: str, items: Items) -> str:
-    text = family.lay_out(text) if items else text
+    if not items:
+        return text
+    text = family.lay_out(text)
     names = {family.placeholders[modality]: modality for modality in items}
     for token, modality in names.items():
         if text.count(token) != len(items[modality]):
@@ -53,12 +55,12 @@ def expand_text(family: Family, text: str, items: Items) -> str:
 
 def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> list[int]:
     """Ids that are expanded already, as transformers' processors write them, stay as they are."""
-    expected, numbers = Counter[int](), Counter[int]()  # by token, which modalities may share
+    expected, numbers = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()  # by tokens, which modalities may share
     for modality, several in items.items():
-        feature = token_id(tokenizer, family.feature(modality))
-        expected[feature] += sum(item.num_vectors for item in several)
-        numbers[feature] += len(several)
-    if expected != numbers and all(list(ids).count(token) == num for token, num in expected.items()):
+        tokens = _vector_tokens(family, modality, tokenizer)
+        expected[tokens] += sum(item.num_vectors for item in several)
+        numbers[tokens] += len(several)
+    if expected != numbers and all(sum(one in tokens for one in ids) == num for tokens, num in expected.items()):
         return list(ids)
     names = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
     for token, modality in names.items():
@@ -99,14 +101,14 @@ def find_places(
     """The range of an item goes from its first position with a vector to its last. In the order of the prompt, which
     `order` tells where modalities share a token."""
     places: list[Place] = []
-    by_token: dict[int, list[tuple[str, int, int]]] = {}
-    tokens = {modality: token_id(tokenizer, family.feature(modality)) for modality in items}
+    by_tokens: dict[tuple[int, ...], list[tuple[str, int, int]]] = {}
+    tokens = {modality: _vector_tokens(family, modality, tokenizer) for modality in items}
     numbers = {modality: iter(enumerate(several)) for modality, several in items.items()}
     for modality in order or [modality for modality, several in items.items() for _ in several]:
         index, item = next(numbers[modality])
-        by_token.setdefault(tokens[modality], []).append((modality, index, item.num_vectors))
-    for token, expected in by_token.items():
-        positions = [place for place, one in enumerate(ids) if one == token]
+        by_tokens.setdefault(tokens[modality], []).append((modality, index, item.num_vectors))
+    for own_tokens, expected in by_tokens.items():
+        positions = [place for place, one in enumerate(ids) if one in own_tokens]
         if len(positions) != sum(num for _, _, num in expected):
             raise InputError(
                 f"the prompt has {len(positions)} positions for vectors of its {expected[0][0]} items, which have "
@@ -132,6 +134,12 @@ def _mask(positions: Sequence[int], first: int, length: int) -> bytes:
     for position in positions:
         mask[position - first] = 1
     return bytes(mask)
+
+
+def _vector_tokens(family: Family, modality: str, tokenizer: TextEncoder) -> tuple[int, ...]:
+    """Whose positions get vectors."""
+    names = (family.feature(modality), *family.marks.get(modality, ()))
+    return tuple(token_id(tokenizer, name) for name in names)
 
 
 def token_id(tokenizer: TextEncoder, token: str) -> int:

@@ -20,7 +20,7 @@ from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
 from quire.media.expand import TextEncoder, expand_ids, expand_text, find_places, order_of
 from quire.media.families import family_name, make_family
-from quire.media.families.base import Family, ProcessedItem
+from quire.media.families.base import BESIDE, Family, ProcessedItem
 from quire.media.settings import ProcessorFiles
 from quire.media.sources import MediaSources
 from quire.media.workers import MediaWorkers
@@ -139,7 +139,8 @@ class MediaInputs:
         jobs: list[Callable[[], LoadedItem]] = []
         tally = _Tally(self.max_vectors)
         for modality, values in listed.items():
-            job = _ItemJob(self, modality, len(values), settings, io.get(modality, {}), salt or "", tally)
+            beside = self.family.regards.get(modality) in listed
+            job = _ItemJob(self, modality, len(values), settings, io.get(modality, {}), salt or "", tally, beside)
             for value, uuid in zip(values, named[modality], strict=True):
                 jobs.append(partial(job.run, value, uuid))
         futures = iter(self.workers.submit_all(jobs))
@@ -337,6 +338,7 @@ class _ItemJob:
     io: Mapping[str, Any]
     salt: str
     tally: _Tally
+    is_beside: bool = False  # items that its family regards
 
     def run(self, value: Any, uuid: str | None) -> LoadedItem:
         self.tally.add(0)  # no work for a prompt that is refused already
@@ -378,6 +380,10 @@ class _ItemJob:
         if decoded is None:
             decoded = self._decode(value if data is None else data)
         item = owner.family.process(self.modality, decoded, self.settings, self.count)
+        if self.is_beside:
+            import numpy as np  # lazy
+
+            item = item._replace(arrays=item.arrays | {BESIDE: np.ones(1, np.uint8)})
         owner.cache.put(key, item)
         return _item_of(item, key)
 
@@ -425,7 +431,7 @@ class _ItemJob:
         """Equal keys mean equal vectors: content, model and every option count; so does the salt of a tenant."""
         digest = hashlib.blake2b(digest_size=32)
         alone = self.owner.family.counts_items and self.count == 1
-        facts = [self.owner.name, self.modality, self.salt, dict(self.settings), dict(self.io), alone]
+        facts = [self.owner.name, self.modality, self.salt, dict(self.settings), dict(self.io), alone, self.is_beside]
         for part in (msgspec.json.encode(facts, enc_hook=str, order="sorted"), kind, *content):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)

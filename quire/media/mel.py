@@ -1,6 +1,7 @@
-"""Log-mel spectrograms as Whisper's feature extractor makes them.
+"""Log-mel spectrograms as Whisper's feature extractor makes them, and filter banks as Kaldi does.
 
-In: samples at the extractor's rate. Out: float32 (mel bins, frames). Must not know: which model reads them.
+In: samples at the extractor's rate. Out: float32 (mel bins, frames), of filter banks (frames, bins). Must not know:
+which model reads them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,53 @@ def log_mel(samples: Array, options: MelOptions) -> Array:
         out[:, begin : begin + _BLOCK] = np.log10(np.maximum(power @ filters, 1e-10)).T
     highest: Array = np.maximum(out, out.max() - np.float32(8.0))
     return (highest + np.float32(4.0)) / np.float32(4.0)
+
+
+@dataclass(frozen=True)
+class BankOptions:
+    bins: int = 80
+    rate: int = 16000
+    window: int = 400
+    hop: int = 160
+    size: int = 512  # of a transform
+    lowest: float = 0.0  # hertz
+    highest: float = 7690.0
+    emphasis: float = 0.97
+
+
+def log_banks(samples: Array, options: BankOptions) -> Array:
+    """Of whole windows only; loud as 16-bit samples are, at least 1 before the logarithm."""
+    import numpy as np  # lazy
+
+    num = (len(samples) - options.window) // options.hop + 1
+    samples = np.ascontiguousarray(samples, np.float32)
+    shape, step = (num, options.window), samples.strides[0]
+    frames = np.lib.stride_tricks.as_strided(samples, shape, (options.hop * step, step), writeable=False)
+    window = 0.54 - 0.46 * np.cos(2 * math.pi * np.arange(options.window) / (options.window - 1))
+    filters = bank_filters(options).astype(np.float32)
+    out = np.empty((num, options.bins), np.float32)
+    for begin in range(0, num, _BLOCK):
+        here = frames[begin : begin + _BLOCK]
+        before = np.concatenate([here[:, :1], here[:, :-1]], axis=1)
+        louder = (here - np.float32(options.emphasis) * before) * np.float32(32768)
+        spectrum = np.abs(np.fft.rfft(window * louder, options.size, axis=1).astype(np.complex64))
+        out[begin : begin + _BLOCK] = np.log(np.maximum(spectrum**2 @ filters, np.float32(1)))
+    return out
+
+
+@lru_cache(maxsize=8)
+def bank_filters(options: BankOptions) -> Any:
+    """Triangles of height 1, straight over the mel scale: (frequencies, bins)."""
+    import numpy as np  # lazy
+
+    def mels(hertz: Any) -> Any:
+        return 1127.0 * np.log(1 + hertz / 700.0)
+
+    edges = np.linspace(mels(options.lowest), mels(options.highest), options.bins + 2)
+    grid = mels(np.arange(options.size // 2 + 1) * (options.rate / options.size))
+    rising = (grid[:, None] - edges[None, :-2]) / np.diff(edges)[None, :-1]
+    falling = (edges[None, 2:] - grid[:, None]) / np.diff(edges)[None, 1:]
+    return np.maximum(0, np.minimum(rising, falling))
 
 
 @lru_cache(maxsize=8)

@@ -119,6 +119,31 @@ def square(pixels: Array, colour: Sequence[int]) -> Array:
     return canvas
 
 
+def sampled(levels: Array, size: Size) -> Array:
+    """(…, height, width) of floats at another size, each a cubic function of the 16 nearest ones: what lies between is
+    not averaged."""
+    for axis, num in ((-2, size[0]), (-1, size[1])):
+        levels = _cubic(levels, num, axis)
+    return levels
+
+
+def _cubic(levels: Array, num: int, axis: int) -> Array:
+    import numpy as np  # lazy
+
+    length = levels.shape[axis]
+    places = (np.arange(num, dtype=np.float32) + np.float32(0.5)) * np.float32(length / num) - np.float32(0.5)
+    first = np.floor(places)
+    out = np.zeros((*levels.shape[:axis], num, *levels.shape[axis:][1:]), np.float32)
+    shape = (num, 1) if axis == -2 else (num,)
+    for step in range(-1, 3):
+        far = np.abs(places - first - np.float32(step))
+        near = (1.25 * far - 2.25) * far * far + 1
+        weight = np.where(far <= 1, near, ((-0.75 * far + 3.75) * far - 6) * far + 3).astype(np.float32)
+        taken = np.take(levels, np.clip(first.astype(np.int64) + step, 0, length - 1), axis)
+        out += taken * weight.reshape(shape)
+    return out
+
+
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
 

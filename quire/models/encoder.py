@@ -92,13 +92,29 @@ class Encoder(nn.Module):
     @torch.no_grad()
     def forward(self, texts: Texts) -> Tensor:
         """Hidden states [T, width]."""
+        positions = self._positions(texts)
+        return self._through(self._embedded(texts, positions), texts.token_ids, positions, texts.lens)
+
+    @torch.no_grad()
+    def read_with(self, texts: Texts, places: Tensor, vectors: Tensor) -> Tensor:
+        """The same with vectors in place of the embeddings of some tokens."""
+        core = self.arch.core
+        num, width = int(places.sum()), core.embed_width or core.width
+        if tuple(vectors.shape) != (num, width):
+            raise InputError(
+                f"vectors of shape {list(vectors.shape)}; the encoder's text has places for {num} of {width}"
+            )
+        positions = self._positions(texts)
+        x = self._embedded(texts, positions, places, vectors)
+        return self._through(x, texts.token_ids, positions, texts.lens)
+
+    def _positions(self, texts: Texts) -> Tensor:
         if (longest := max(texts.lens)) > self.arch.core.max_positions:
             raise InputError(
                 f"a text of {longest} tokens is longer than the model's maximum ({self.arch.core.max_positions})",
                 value=longest,
             )
-        positions = texts.positions()
-        return self._through(self._embedded(texts, positions), texts.token_ids, positions, texts.lens)
+        return texts.positions()
 
     @torch.no_grad()
     def listen(self, features: Tensor) -> Tensor:
@@ -128,8 +144,12 @@ class Encoder(nn.Module):
             x, delta = layer(x, delta, batch, None if which is None else rotaries[which])
         return self.norm.add(x, delta)[0]
 
-    def _embedded(self, texts: Texts, positions: Tensor) -> Tensor:
+    def _embedded(
+        self, texts: Texts, positions: Tensor, places: Tensor | None = None, vectors: Tensor | None = None
+    ) -> Tensor:
         x = self.embed(texts.token_ids)
+        if places is not None and vectors is not None:
+            x = x.masked_scatter(places[:, None], vectors.to(x.dtype))
         if self.types is not None:
             x = x + self.types(torch.zeros_like(texts.token_ids) if texts.type_ids is None else texts.type_ids)
         elif texts.type_ids is not None and bool(texts.type_ids.any()):

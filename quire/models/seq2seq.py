@@ -45,6 +45,7 @@ class Seq2SeqArch:
     relative: RelativeKind | None = None  # scores by distance in the decoder's self-attention
     names: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
+    media_token: int | None = None  # of the encoder's text: its places take vectors of media
     key_bias: bool = True  # False: of queries, keys and values, keys have no bias
 
     @property
@@ -106,8 +107,11 @@ class Seq2Seq(nn.Module):
             raise ValueError(f"the model's encoder reads {reads}, not {modality}")
         if reads == "audio":
             return self.encoder.listen(arrays["input_features"])
-        token_ids = arrays["token_ids"]
-        return self.encoder(Texts(token_ids, (len(token_ids),)))
+        token_ids, vectors = arrays["token_ids"], arrays.get("vectors")
+        texts = Texts(token_ids, (len(token_ids),))
+        if vectors is None:
+            return self.encoder(texts)
+        return self.encoder.read_with(texts, torch.eq(token_ids, self.arch.media_token or 0), vectors)
 
     def encode_nothing(self, num_tokens: int) -> None:
         """An input of so many tokens, or of as many as the encoder reads at most; for trials."""

@@ -66,16 +66,20 @@ class EncodesItems(Protocol):
 
 
 class OwnEncoder:
-    """The encoder of an encoder-decoder model, which is loaded with the model."""
+    """The encoder of an encoder-decoder model, which is loaded with the model. Where it reads a text with media in it,
+    `tower` makes vectors of these first."""
 
     num_channels = 0
     both_ways = ""
 
-    def __init__(self, model: EncodesItems) -> None:
-        self._model = model
+    def __init__(self, model: EncodesItems, tower: MediaEncoder | None = None) -> None:
+        self._model, self._tower = model, tower
 
     def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
-        return self._model.encode_item(modality, arrays)
+        if self._tower is None or modality == "text":
+            return self._model.encode_item(modality, arrays)
+        vectors = self._tower.encode(modality, arrays)
+        return self._model.encode_item("text", {"token_ids": arrays["token_ids"], "vectors": vectors})
 
     def channels(self, length: int, media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
         raise NotImplementedError("positions of an encoder-decoder have one channel")

@@ -344,7 +344,7 @@ class Worker:
 
         model, dtype = self.get_model(), getattr(torch, self.config.model_config.dtype)
         if isinstance(model, EncodesItems):
-            own, answers = OwnEncoder(model), self.group.is_alone
+            own, answers = OwnEncoder(model, self._encoder), self.group.is_alone
             cross: WorkerMedia = WorkerMedia(own, rows, model.width, dtype, answers=answers)
             return cross
         arch = model.arch

@@ -23,14 +23,16 @@ from tests import seq2seq_models
 from tests.media_models import (
     FAMILIES,
     IMAGE,
+    NOT_SAID,
     DrawnItem,
     draw_item,
     is_greedy,
     make_model,
     prompt_of,
 )
+from tests.products import marked
 
-GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={IMAGE: -100.0})
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias=dict.fromkeys(NOT_SAID, -100.0))
 
 
 class Served:
@@ -54,14 +56,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield Served(request.param, tmp_path_factory.mktemp("media"))
 
 
-# in steps of every size, preempted, damaged
+# in steps of every size, preempted, damaged: these always, the others with --long
 THOROUGH = (
     "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration",
-    "PaliGemmaForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration", "Ovis2ForConditionalGeneration", "Phi4MultimodalForCausalLM",
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=THOROUGH)
+@pytest.fixture(scope="module", params=marked(FAMILIES, THOROUGH))
 def thorough(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield Served(request.param, tmp_path_factory.mktemp("media"))
 
@@ -80,18 +82,24 @@ def test_tokens_equal_transformers(served: Served) -> None:
         [text(8, 2), b, text(9, 1)],
         [text(10, 1), c, text(12, 1), c, text(11, 5)],  # one twice
     ]
-    budget = next(gate for gate in served.scheduler.planner.gates if isinstance(gate, TokenBudget))
-    encoder = served.scheduler.planner.encoder
-    assert encoder is not None
-    whole, expected = budget.most, served.answers(prompts)
-    for pieces, answer in zip(prompts, expected, strict=True):
+    for pieces, answer in zip(prompts, served.answers(prompts), strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
     longer = [[*prompts[0], text(20, 7)], [text(3, 3), a, text(21, 30)]]  # prefixes that end after an item, and in one
     for pieces, answer in zip(longer, served.answers(longer), strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
-    if encoder.whole_items and not served.scheduler.kv.caching:
-        return  # prompts are computed whole
-    sizes = (7,) if served.name not in THOROUGH else (64, 20) if encoder.whole_items else (64, 7, 1)
+    check_chunks(served, prompts, 7)
+
+
+def check_chunks(served: Served, prompts: list[list[Any]], *sizes: int) -> None:
+    """Answers of the first two prompts with prefix hits, and of all but the first without, in steps of these sizes."""
+    budget = next(gate for gate in served.scheduler.planner.gates if isinstance(gate, TokenBudget))
+    encoder = served.scheduler.planner.encoder
+    assert encoder is not None
+    if encoder.whole_items:
+        if not served.scheduler.kv.caching:
+            return  # prompts are computed whole
+        sizes = tuple(max(size, 20) for size in sizes)
+    whole, expected = budget.most, served.answers(prompts)
     for chunk in sizes:
         budget.most = chunk
         assert served.answers(prompts[:2]) == expected[:2], f"with prefix hits, in chunks of {chunk}"
@@ -101,9 +109,16 @@ def test_tokens_equal_transformers(served: Served) -> None:
     budget.most = whole
 
 
+def test_steps_of_every_size(thorough: Served) -> None:
+    a, b, c = thorough.items
+    check_chunks(thorough, [[text(1, 5), a, text(2, 9)], [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],
+                            [text(7, 20)], [text(10, 1), c, text(12, 1), c, text(11, 5)]], 64, 7, 1)  # fmt: skip
+
+
 def test_every_declared_family_is_tested() -> None:
-    """Those of encoder-decoder models in test_encoder_decoders.py."""
-    tested = {name.partition(" ")[0] for name in (*FAMILIES, *seq2seq_models.FAMILIES)}
+    """Those of encoder-decoder models in test_encoder_decoders.py and test_florence.py."""
+    others = (*seq2seq_models.FAMILIES, "Florence2ForConditionalGeneration")
+    tested = {name.partition(" ")[0] for name in (*FAMILIES, *others)}
     assert {name for name, kinds in MODALITIES.items() if kinds} <= tested
     assert {name.partition(" ")[0] for name in FAMILIES} <= MODALITIES.keys()
 
@@ -168,7 +183,8 @@ def test_the_second_question_costs_no_encoding(thorough: Served) -> None:
 
 def damaged(item: DrawnItem, more: int) -> DrawnItem:
     """So many places too many."""
-    return DrawnItem(item.modality, item.arrays, item.count + more)
+    written = (item.written + item.written[-1:] * max(more, 0))[: item.count + more]
+    return DrawnItem(item.modality, item.arrays, item.count + more, written=written)
 
 
 @pytest.mark.parametrize("more", [1, -1])

@@ -86,6 +86,24 @@ CASES = {
         "InternVLProcessor", "got_ocr2", "GotOcr2ImageProcessorPil",
         {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 6}, {}, {},
     ),
+    "deepseek ocr 2": (
+        "DeepseekOcr2Processor", "deepseek_ocr2", "DeepseekOcr2ImageProcessorPil",
+        {"size": {"height": 80, "width": 80}, "tile_size": 56}, {}, {},
+    ),
+    "deepseek ocr 2, no tiles": (
+        "DeepseekOcr2Processor", "deepseek_ocr2", "DeepseekOcr2ImageProcessorPil",
+        {"size": {"height": 80, "width": 80}, "tile_size": 56, "crop_to_patches": False}, {}, {},
+    ),
+    "ovis2": ("Ovis2Processor", "ovis2", "Ovis2ImageProcessorPil", {"size": {"height": 56, "width": 56}}, {}, {}),
+    "ovis2, tiles": (
+        "Ovis2Processor", "ovis2", "Ovis2ImageProcessorPil",
+        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 9}, {}, {},
+    ),
+    "ovis2, tiles of its proportions": (
+        "Ovis2Processor", "ovis2", "Ovis2ImageProcessorPil",
+        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 6,
+         "use_covering_area_grid": False}, {}, {},
+    ),
 }  # fmt: skip
 
 
@@ -109,7 +127,10 @@ def test_pixels_equal_transformers(name: str) -> None:
         image = picture(width, height)
         ours = family.process("image", image, options, 1)
         expected = theirs(image, **options, return_tensors="np")
-        for key in ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "image_merge_sizes"):
+        for key in (
+            "pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "image_merge_sizes", "grids",
+            "pixel_values_local", "num_local_patches",
+        ):  # fmt: skip
             if key not in expected:
                 assert key not in ours.arrays
                 continue

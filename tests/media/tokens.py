@@ -13,7 +13,8 @@ SPECIAL = (
     "<|vision_end|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<fake_token_around_image>",
     "<global-img>", "<end_of_utterance>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>",
     "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
-    "<|begin_of_video|>", "<|end_of_video|>",
+    "<|begin_of_video|>", "<|end_of_video|>", "<|audio|>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>",
+    "<IMG_ROW>", "<IMG_END>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )  # fmt: skip
 CORPUS = ["What is shown here?\n\nDescribe the image, then the next.\n", "USER: hello\nASSISTANT: a picture\n\n\n"] * 8

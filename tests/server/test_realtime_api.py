@@ -26,7 +26,7 @@ from quire.config import SpeechToTextConfig
 from quire.media.audio import Audio, resample
 from quire.media.speech.clips import cut_into_clips
 from quire.schema.errors import ShutdownError
-from quire.server.openai import realtime
+from quire.server.openai import realtime, speech_desk
 from quire.server.openai.realtime_audio import next_clip
 from quire.server.websocket import MESSAGE_BYTES, MOST_FRAGMENTS
 from tests.server.live import Live, live, live_fake
@@ -510,3 +510,26 @@ class opened_again:  # noqa: N801
 
 def heard_by_file(server: Live, samples: Any) -> str:
     return post(server, (samples * 32768).astype("<i2") / 32767)
+
+
+def test_audio_that_waits_counts_for_all_sessions(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With files that are being transcribed; what a session held is free when it ends."""
+    desk = sessions(server).desk
+    assert desk._sample_bytes == 0
+    monkeypatch.setattr(speech_desk, "_MOST_SAMPLE_BYTES", 2 * len(LONG) + len(SHORT))
+    with opened(server) as first, opened(server) as second:
+        one, other = Client(first), Client(second)
+        one.send(append(LONG), {"type": "session.update", "model": "w"}, append(SHORT), {"type": "no such event"})
+        assert "is being transcribed; the limit is" in one.error()["error"]  # of the second piece
+        assert "no such event" in one.error()["error"]
+        assert desk._sample_bytes == 2 * len(LONG)
+        other.send(append(SHORT))
+        assert "is being transcribed; the limit is" in other.error()["error"]
+        one.send({"type": "input_audio_buffer.clear"}, {"type": "no such event"})
+        one.error()
+        assert desk._sample_bytes == 0
+        other.send(append(SHORT), {"type": "no such event"})
+        other.error()
+        assert desk._sample_bytes == 2 * len(SHORT)
+    wait_until(lambda: sessions(server).count == 0)
+    assert desk._sample_bytes == 0

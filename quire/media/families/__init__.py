@@ -28,8 +28,13 @@ FAMILIES = Registry(
         "SmolVLMProcessor": _PLACE + "tiles:Idefics3",
         "InternVLProcessor": _PLACE + "tiles:InternVL",
         "PixtralProcessor": _PLACE + "tiles:Pixtral",
+        "Ovis2Processor": _PLACE + "grids:Ovis2",
+        "DeepseekOcr2Processor": _PLACE + "grids:DeepseekOcr2",
+        "PerceptionLMProcessor": _PLACE + "grids:PerceptionLM",
+        "Phi4MultimodalProcessor": _PLACE + "phi:Phi4Multimodal",
         "Qwen2AudioProcessor": _PLACE + "speech:Qwen2Audio",
         "WhisperProcessor": _PLACE + "speech:Whisper",
+        "Florence2Processor": _PLACE + "florence:Florence2",
     },
 )
 _OF_TYPE = {
@@ -57,8 +62,13 @@ _OF_TYPE = {
     "smolvlm": "SmolVLMProcessor",
     "internvl": "InternVLProcessor",
     "mistral3": "PixtralProcessor",
+    "ovis2": "Ovis2Processor",
+    "deepseek_ocr2": "DeepseekOcr2Processor",
+    "perception_lm": "PerceptionLMProcessor",
+    "phi4_multimodal": "Phi4MultimodalProcessor",
     "qwen2_audio": "Qwen2AudioProcessor",
     "whisper": "WhisperProcessor",
+    "florence2": "Florence2Processor",
 }
 
 

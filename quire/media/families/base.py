@@ -15,6 +15,7 @@ from quire.schema.errors import InputError
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALF = [0.5, 0.5, 0.5]
 BILINEAR, BICUBIC, LANCZOS = 2, 3, 1
+BESIDE = "is_beside"  # the array that says so
 
 
 class ProcessedItem(NamedTuple):
@@ -27,10 +28,14 @@ class ProcessedItem(NamedTuple):
 
 class Family(abc.ABC):
     """Made once per model. `placeholders`: the token that a prompt has for an item, by modality. `features`: the token
-    whose positions get vectors; the same one unless said otherwise."""
+    whose positions get vectors; the same one unless said otherwise. `marks`: further tokens of an item that get some.
+    `regards`: another modality whose presence in the prompt changes the vectors of an item; its arrays then have
+    BESIDE."""
 
     placeholders: Mapping[str, str] = {}
     features: Mapping[str, str] = {}
+    marks: Mapping[str, tuple[str, ...]] = {}
+    regards: Mapping[str, str] = {}
     most_items: int | None = None  # that a prompt may have; None: any number
     counts_items = False  # an item alone in its prompt is processed differently
 

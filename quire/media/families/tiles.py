@@ -189,7 +189,7 @@ class Pixtral(Family):
         self.image = self.settings("image", defaults, "patch_size")
         own = self.processor({"patch_size": patch, "spatial_merge_size": files.config.get("spatial_merge_size") or 1})
         self.patch = own.whole("patch_size", high=1024) * own.whole("spatial_merge_size", high=64)
-        self.marks = str(own.get("image_break_token", "[IMG_BREAK]")), str(own.get("image_end_token", "[IMG_END]"))
+        self.ends = str(own.get("image_break_token", "[IMG_BREAK]")), str(own.get("image_end_token", "[IMG_END]"))
 
     def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
         import numpy as np  # lazy
@@ -201,7 +201,7 @@ class Pixtral(Family):
         array = settings.levels().apply(pixels.planes(pixels.resize(value, size, settings.filter(BICUBIC))))
         rows, columns = size[0] // self.patch, size[1] // self.patch
         line = self.placeholders["image"] * columns
-        text = (line + self.marks[0]) * (rows - 1) + line + self.marks[1]
+        text = (line + self.ends[0]) * (rows - 1) + line + self.ends[1]
         arrays = {"pixel_values": array[None], "image_sizes": np.array([size], np.int64)}
         return ProcessedItem(arrays, text, rows * columns)
 

@@ -177,5 +177,6 @@ SEQ2SEQ = Registry(
         "MBartForConditionalGeneration": "quire.models.zoo.seq2seq:mbart",
         "PegasusForConditionalGeneration": "quire.models.zoo.seq2seq:pegasus",
         "WhisperForConditionalGeneration": "quire.models.zoo.seq2seq:whisper",
+        "Florence2ForConditionalGeneration": "quire.models.zoo.seq2seq:florence2",
     },
 )

@@ -54,12 +54,22 @@ def latent(c: View, *, pairs: bool, wide: bool, value: int = 0) -> Arch:
 
 def deepseek_v2(c: View) -> Arch:
     """transformers never renormalizes here, whatever norm_topk_prob is (it is false in every release)."""
+    return _greedy_experts(c, latent(c, pairs=True, wide=True))
+
+
+def deepseek_ocr(c: View) -> Arch:
+    """The experts of V2 with plain attention."""
+    return _greedy_experts(c, read(c))
+
+
+def _greedy_experts(c: View, arch: Arch) -> Arch:
     groups: dict[str, Any] = {}
-    if c.topk_method == "group_limited_greedy":
+    method = c.get("topk_method", default="greedy")
+    if method == "group_limited_greedy":
         groups = dict(groups=c.get("n_group", default=1), top_groups=c.get("topk_group", default=1))
-    elif c.topk_method != "greedy":
+    elif method != "greedy":
         c.refuse("topk_method", "known are greedy and group_limited_greedy")
-    return _mixture(c, latent(c, pairs=True, wide=True), renorm=False, **groups)
+    return _mixture(c, arch, renorm=False, **groups)
 
 
 def deepseek_v3(c: View) -> Arch:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.base.registry import Registry
 from quire.models.arch import Arch, with_rope
 from quire.models.view import View
 from quire.models.zoo.defaults import DEFAULTS
@@ -37,6 +38,7 @@ TEXT_TYPES = {
     "cohere2": "Cohere2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "phi4_multimodal": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "aria_text": "AriaTextForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
@@ -58,6 +60,8 @@ TEXT_TYPES = {
     "paddleocr_vl": "LlamaForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+# those that occur within such models only
+OWN_TYPES = Registry("language model", {"deepseek_ocr2_text": "quire.models.zoo.deepseek:deepseek_ocr"})
 # what these language models do whatever their configuration says of it
 _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
@@ -75,6 +79,7 @@ NAMES = (
 # of the tower, and of what stands between it and the language model
 TOWER = (
     r"^(?:model\.)?(?:vision_tower|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
+    r"visual_embeddings_table|embed_tokens_extend|sam_model|qwen2_model|view_sep[ae]rator|"
     r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower|encoder|projector|mm_projector|"
     r"merger|mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+)(?:\.|$)"
 )
@@ -85,14 +90,15 @@ def composite(c: View) -> Arch:
 
     text = text_of(c)
     kind = str(text.get("model_type") or "llama")
-    if kind not in TEXT_TYPES:
+    if kind not in TEXT_TYPES and kind not in OWN_TYPES:
         raise ConfigError(f"a language model of type {kind!r} within a model that takes media is not declared",
                           param="text_config", value=kind)  # fmt: skip
-    name = TEXT_TYPES[kind]
+    name = TEXT_TYPES.get(kind, kind)
     fixed = _FIXED.get(kind, {})
     if kind == "glm4v_text" or (kind == "glm_ocr_text" and not text.get("head_dim")):  # heads divide the width
         fixed = {**fixed, "head_dim": int(text["hidden_size"]) // int(text["num_attention_heads"])}
-    arch: Arch = ZOO.get(name)(View({**text, **fixed}, DEFAULTS.get(name, {}), name))
+    declare = (ZOO if kind in TEXT_TYPES else OWN_TYPES).get(name)
+    arch: Arch = declare(View({**text, **fixed}, DEFAULTS.get(name, {}), name))
     tie = c.maybe("tie_word_embeddings")
     sections = _sections(text)
     if sections:

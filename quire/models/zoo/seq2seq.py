@@ -1,4 +1,4 @@
-"""Encoder-decoder models: T5 and BART with their relatives, and Whisper."""
+"""Encoder-decoder models: T5 and BART with their relatives, Whisper and Florence-2."""
 
 from __future__ import annotations
 
@@ -115,6 +115,28 @@ def bart(c: View, *, order: str = "after", final: bool = False, **over: Any) -> 
         EncoderArch(_half(c, "encoder", order=order, final=final, **over)), decoder,
         start=c.get("decoder_start_token_id", "eos_token_id", default=2), names=_BART,
         ignore=(r"^encoder\.embed_tokens\.", r"\.version$"),
+    )  # fmt: skip
+
+
+_FLORENCE = (
+    (r"^(?:model\.)?language_model\.lm_head\.", "lm_head."),
+    (r"^(?:model\.)?language_model\.final_logits_bias$", "final_logits_bias"),
+    (r"^(?:model\.)?language_model\.(?:model\.)?", "model."),
+)
+
+
+def florence2(c: View) -> Seq2SeqArch:
+    """BART, whose encoder reads the vectors of an image in its text."""
+    text = c.text_config
+    if text.get("model_type", "bart") not in ("bart", "florence2_language"):
+        c.refuse("text_config", "its language model must be a BART")
+    arch = bart(View(text, {}, "BartForConditionalGeneration"))
+    tie = c.maybe("tie_word_embeddings")
+    decoder = replace(arch.decoder, head_bias=False, tie=arch.decoder.tie if tie is None else bool(tie))
+    return replace(
+        arch, decoder=decoder, media_token=c.get("image_token_id", default=51289), names=(*_FLORENCE, *_BART),
+        ignore=(*arch.ignore, r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.", r"^final_logits_bias$",
+                r"^lm_head\.bias$"),
     )  # fmt: skip
 
 

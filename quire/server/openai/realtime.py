@@ -200,6 +200,7 @@ class Session:
         self._last_item: str | None = None
         self._idle = float(env.REALTIME_IDLE_SECONDS.get())
         self._most_seconds = float(env.MAX_REALTIME_SECONDS.get())
+        self._held_bytes = 0  # of the desk's, by audio that waits
 
     async def run(self) -> None:
         """Until the client goes, or has to."""
@@ -215,6 +216,7 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._sessions.desk.give(self._held_bytes)
 
     # ---- what comes in ----------------------------------------------------------------------------------------------
 
@@ -260,6 +262,7 @@ class Session:
             case "input_audio_buffer.clear":
                 if (utterance := self._utterances.open) is not None:
                     utterance.clear()
+                    self._hold()
                 await self._send(self._wire.cleared())
             case "session.update":
                 await self._update(event)
@@ -312,8 +315,19 @@ class Session:
             await self._room.wait()
         if utterance is not self._utterances.open:  # it failed meanwhile
             utterance = self._begin()
+        self._hold(len(data))
         utterance.add(data)
         self._changed.set()
+
+    def _hold(self, further: int = 0) -> None:
+        """As much of the desk's memory as waiting audio takes, `further` bytes included that are about to wait.
+        OverloadedError: there is not so much."""
+        num_bytes = self._utterances.num_bytes + further
+        if num_bytes > self._held_bytes:
+            self._sessions.desk.take(num_bytes - self._held_bytes)
+        else:
+            self._sessions.desk.give(self._held_bytes - num_bytes)
+        self._held_bytes = num_bytes
 
     def _begin(self, *, is_streamed: bool = False) -> Utterance:
         self._num_items += 1
@@ -364,6 +378,7 @@ class Session:
             finally:
                 self._is_writing = False
                 self._utterances.remove(utterance)
+                self._hold()
                 self._room.set()
 
     async def _transcribe(self, utterance: Utterance) -> None:
@@ -382,6 +397,7 @@ class Session:
                 (clip,) = await self._sessions.desk.decoded(settings.served, work)
                 if num_clears == utterance.num_clears:
                     utterance.drop(clip)
+                    self._hold()
                 self._sessions.desk.take(clip.samples.nbytes)
                 try:
                     async with asyncio.timeout(state.options.request_timeout):

@@ -83,6 +83,11 @@ class Utterances:
         """Of audio that waits."""
         return sum(len(one.pcm) / (WIDTH * one.rate) for one in self._waiting)
 
+    @property
+    def num_bytes(self) -> int:
+        """The same in memory."""
+        return sum(len(one.pcm) for one in self._waiting)
+
     def begin(self, utterance: Utterance) -> None:
         self._waiting.append(utterance)
 
