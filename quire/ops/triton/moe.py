@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import triton
@@ -407,7 +407,21 @@ def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: 
     return out
 
 
-Config = MoeTileConfig | moe_many.MoeManyConfig
+class OtherConfig(Protocol):
+    """The tiles of a grouped matmul of another module (moe_many.py, moe_split.py, moe_stream.py), which it computes."""
+
+    @property
+    def bm(self) -> int: ...
+
+    def _replace(self, *, bm: int) -> Self: ...
+
+    def product(
+        self, a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int, *,
+        pairs: int, act: tuple[int, float, float] | None, early: bool,
+    ) -> Tensor: ...  # fmt: skip
+
+
+Config = MoeTileConfig | OtherConfig
 
 
 def configs_of(
@@ -446,10 +460,12 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
+    configs: tuple[Config, Config] | None = None,
+    choose: Callable[[int, int], tuple[Config, Config]] = tma_configs_of, fixed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `fixed`:
-    results do not depend on the number of tokens. `early`: see few.py."""
+    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `choose`:
+    tiles for so many pairs and experts where operands may be read through descriptors. `fixed`: results do not depend
+    on the number of tokens. `early`: see few.py."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
@@ -463,7 +479,7 @@ def run_experts(
         return moe_few.down(h, weights, index, w2, b2, stream, early=early)
     if configs is None:
         if known is not None and tokens > 1 and moe_many.fits(x, w1, w2):
-            configs = tma_configs_of(pairs, experts)
+            configs = choose(pairs, experts)
         else:
             configs = configs_of(pairs, experts, x.dtype, fixed=fixed)
     first, second = configs
@@ -481,7 +497,7 @@ def _matmul(
 ) -> Tensor:  # fmt: skip
     if isinstance(config, MoeTileConfig):
         return product(a, w, bias, tiles, top_k, config, pairs=pairs, first=first, act=act, early=early)
-    return moe_many.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, config=config, early=early)
+    return config.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, early=early)
 
 
 def fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:
