@@ -16,7 +16,7 @@ from quire.ops import sample as sample_ops
 from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
 from quire.ops.qkv import prepare_qkv as prepare_reference
-from quire.ops.triton import act, few, moe, norm, rope, sample
+from quire.ops.triton import act, few, moe, moe_many, norm, rope, sample
 
 EXACT = {"rtol": 2e-5, "atol": 2e-5}
 LIMITS = {torch.float16: (2e-3, 8e-3), torch.bfloat16: (1e-2, 4e-2)}  # of the norm; of the worst, by the largest
@@ -167,9 +167,8 @@ def check_sort(device, tokens, top_k, experts, bm, seed=0):
 
 
 def check_experts(
-    device, dtype, tokens, experts, top_k, dim, ffn, *, bias=False, configs=None, fixed=False, early=False, seed=0,
-    **more,
-):  # fmt: skip
+    device, dtype, tokens, experts, top_k, dim, ffn, *, bias=False, configs=None, fixed=False, early=False, seed=0
+):
     """Three activations: one that joins the product, one with numbers of its own, one that runs between products."""
     draw = Draw(seed, device, dtype)
     x, stream = draw.normal(tokens, dim), draw.normal(tokens, dim)
@@ -185,7 +184,6 @@ def check_experts(
         (gelu, gelu),
     ):
         rest = {"b1": b1, "b2": b2, "act": given, "codes": codes, "configs": configs, "fixed": fixed, "early": early}
-        rest |= more
         found = moe.run_experts(x, weights, index, w1, w2, **rest)
         wide = [None if t is None else t.float() for t in (x, w1, w2, b1, b2)]
         wanted = moe_ops.run_experts(wide[0], weights, index, *wide[1:3], b1=wide[3], b2=wide[4], act=meant)
@@ -205,9 +203,9 @@ def check_many(device, dtype, tokens, experts, top_k, dim, ffn, first, second, *
     _, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32, scale=2.0), top_k)
     tiles, pairs, silu = moe.sort_pairs(index, experts, first.bm), tokens * top_k, (act.SILU, 0.0, 0.0)
     plain = moe.MoeTileConfig(first.bm, 32, 32, 4, 2)
-    h = first.product(x, w1, b1, tiles[:4], top_k, pairs=pairs, act=silu)
+    h = moe_many.product(x, w1, b1, tiles[:4], top_k, pairs=pairs, act=silu, config=first)
     close(h, moe.product(x, w1, b1, tiles, top_k, plain, pairs=pairs, first=True, act=silu), dtype)
-    y = second.product(h, w2, b2, tiles[:4], top_k, pairs=pairs, act=None)
+    y = moe_many.product(h, w2, b2, tiles[:4], top_k, pairs=pairs, act=None, config=second)
     close(y, moe.product(h, w2, b2, tiles, top_k, plain, pairs=pairs, first=False), dtype)
 
 

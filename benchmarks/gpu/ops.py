@@ -234,7 +234,7 @@ def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.Config, moe.Config]
         error = apart(call(x, logits), wanted)
     touched = mixture.experts * (1 - (1 - top_k / mixture.experts) ** tokens)
     pairs = tokens * top_k
-    shapes = " ".join(map(str, configs))
+    shapes = " ".join(",".join(map(str, config)) for config in configs)
     return Line(
         f"moe {tokens} tokens [{shapes}]", call, make, touched * 6 * 2048 * 768, 6.0 * pairs * 2048 * 768, 5, error
     )

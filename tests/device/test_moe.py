@@ -48,22 +48,6 @@ def test_many_tokens(shape, dtype):
     cases.check_experts("cuda", dtype, 3000, experts, top_k, dim, ffn, bias=bias)
 
 
-def test_tokens_by_warps_with_roles():
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs Hopper's instructions")
-    from quire.ops.triton.moe_hopper import configs_of
-    from quire.ops.triton.moe_split import SplitConfig
-    from quire.ops.triton.moe_stream import StreamConfig
-
-    for config in (SplitConfig(), StreamConfig(16), StreamConfig(32), StreamConfig(64)):
-        for tokens in (3, 700, 3000):
-            cases.check_many("cuda", torch.bfloat16, tokens, 16, 4, 256, 192, config, config)
-            cases.check_many("cuda", torch.float16, tokens, 8, 2, 512, 384, config, config, bias=True)
-    for tokens in (30, 60, 120, 3000):
-        cases.check_experts("cuda", torch.float16, tokens, 8, 2, 512, 384, bias=True, choose=configs_of, early=True)
-        cases.check_experts("cuda", torch.bfloat16, tokens, 16, 4, 256, 128, choose=configs_of, early=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_a_few_tokens_by_other_ways(tokens, dtype):
@@ -71,15 +55,9 @@ def test_a_few_tokens_by_other_ways(tokens, dtype):
     cases.check_experts("cuda", dtype, tokens, 16, 4, 256, 192, fixed=True)
 
 
-@pytest.mark.parametrize("roles", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("tokens", [24, 120, 400, 1200])
-def test_a_captured_graph_serves_any_routing(tokens, early, roles):
-    choose = moe.tma_configs_of
-    if roles:
-        if torch.cuda.get_device_capability()[0] != 9:
-            pytest.skip("needs Hopper's instructions")
-        from quire.ops.triton.moe_hopper import configs_of as choose
+@pytest.mark.parametrize("tokens", [24, 160, 400])
+def test_a_captured_graph_serves_any_routing(tokens, early):
     draw = cases.Draw(0, "cuda", torch.bfloat16)
     experts, top_k, dim, ffn = 32, 4, 256, 128
     w1, w2 = draw.normal(experts, 2 * ffn, dim, scale=dim**-0.5), draw.normal(experts, dim, ffn, scale=ffn**-0.5)
@@ -88,7 +66,7 @@ def test_a_captured_graph_serves_any_routing(tokens, early, roles):
 
     def layer():
         weights, index = moe.route(logits, top_k, early=early)
-        known = {"act": silu, "codes": {silu: act.SILU}, "choose": choose, "early": early}
+        known = {"act": silu, "codes": {silu: act.SILU}, "early": early}
         return moe.run_experts(x, weights, index, w1, w2, b1=None, b2=None, **known)
 
     layer()

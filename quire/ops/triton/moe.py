@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,8 @@ from quire.ops.triton.act import gate_up
 
 FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
 _CHUNK = 512  # pairs that are counted together
-_PIECE = 16  # pairs that are placed together
+_PIECE = 16  # pairs that are placed together, up to _INLINE
+_WIDTH = 8  # pairs that all of a chunk are compared with at once
 _INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
@@ -214,17 +215,15 @@ def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _order_chunk(
-    index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
+    index, counts, order, pairs, chunks, chunk, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Sort the pairs of one chunk, after those of the same experts in previous chunks."""
     total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
-    first = tl.cumsum(total, 0) - total + before
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
-    for piece in range(begin, end, PIECE):
-        p = piece + tl.arange(0, PIECE)
-        mine, rank = _ranks(index, p, begin, end, pairs, PIECE, CHUNK, False)
-        rank += tl.sum(tl.where(mine[:, None] == e[None, :], first[None, :], 0), 1)
-        tl.store(order + rank, p, mask=p < pairs)
+    p = begin + tl.arange(0, CHUNK)
+    mine, rank = _ranks(index, p, begin, end, pairs, CHUNK, WIDTH, False)
+    rank += tl.gather(tl.cumsum(total, 0) - total + before, mine, 0)
+    tl.store(order + rank, p, mask=p < pairs)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "placers", "most_tiles", "bm"])
@@ -233,8 +232,8 @@ def _sort_kernel(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
     INLINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
-    of the table."""
+    """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, each compared with PIECE
+    at once, or fill a part of the table."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -246,7 +245,7 @@ def _sort_kernel(
             _mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, CHUNK, True)
             tl.store(order + rank, p, mask=p < pairs)
         else:
-            _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
+            _order_chunk(index, counts, order, pairs, chunks, program, BLOCK_E, CHUNK, PIECE)
     else:
         total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
         first = tl.cumsum(total, 0) - total
@@ -285,8 +284,8 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
         )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE, TILES=_TILE_ROWS, INLINE=inline, EARLY=early, num_warps=4,
-        **launch,
+        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE if inline else _WIDTH, TILES=_TILE_ROWS, INLINE=inline, EARLY=early,
+        num_warps=4 if inline else 8, **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
@@ -407,21 +406,7 @@ def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: 
     return out
 
 
-class OtherConfig(Protocol):
-    """The tiles of a grouped matmul of another module (moe_many.py, moe_split.py, moe_stream.py), which it computes."""
-
-    @property
-    def bm(self) -> int: ...
-
-    def _replace(self, *, bm: int) -> Self: ...
-
-    def product(
-        self, a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int, *,
-        pairs: int, act: tuple[int, float, float] | None, early: bool,
-    ) -> Tensor: ...  # fmt: skip
-
-
-Config = MoeTileConfig | OtherConfig
+Config = MoeTileConfig | moe_many.MoeManyConfig
 
 
 def configs_of(
@@ -460,12 +445,10 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    configs: tuple[Config, Config] | None = None,
-    choose: Callable[[int, int], tuple[Config, Config]] = tma_configs_of, fixed: bool = False, early: bool = False,
+    configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `choose`:
-    tiles for so many pairs and experts where operands may be read through descriptors. `fixed`: results do not depend
-    on the number of tokens. `early`: see few.py."""
+    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `fixed`:
+    results do not depend on the number of tokens. `early`: see few.py."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
@@ -479,7 +462,7 @@ def run_experts(
         return moe_few.down(h, weights, index, w2, b2, stream, early=early)
     if configs is None:
         if known is not None and tokens > 1 and moe_many.fits(x, w1, w2):
-            configs = choose(pairs, experts)
+            configs = tma_configs_of(pairs, experts)
         else:
             configs = configs_of(pairs, experts, x.dtype, fixed=fixed)
     first, second = configs
@@ -497,7 +480,7 @@ def _matmul(
 ) -> Tensor:  # fmt: skip
     if isinstance(config, MoeTileConfig):
         return product(a, w, bias, tiles, top_k, config, pairs=pairs, first=first, act=act, early=early)
-    return config.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, early=early)
+    return moe_many.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, config=config, early=early)
 
 
 def fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:

@@ -34,12 +34,6 @@ class MoeManyConfig(NamedTuple):
     resident: bool = True
     flat: bool = True
 
-    def product(
-        self, a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int, *,
-        pairs: int, act: tuple[int, float, float] | None, early: bool = False,
-    ) -> Tensor:  # fmt: skip
-        return product(a, w, bias, tiles, top_k, pairs=pairs, act=act, config=self, early=early)
-
 
 FIRST = MoeManyConfig(128, 128, 64, 8, 3)
 SECOND = MoeManyConfig(128, 256, 64, 8, 3)
