@@ -76,7 +76,11 @@ def test_greedy_and_drawn_rows():
 @pytest.mark.parametrize("filters", [False, True])
 def test_tiles_that_cannot_win_are_skipped(monkeypatch, filters):
     """Long parts, as many rows have them: the choice is that of short ones."""
-    given = {"heats": [0.0, 0.7, 1.5], "top_ks": [0, 40] if filters else [0], "top_ps": [1.0, 0.9] if filters else [1.0]}
+    given = {
+        "heats": [0.0, 0.7, 1.5],
+        "top_ks": [0, 40] if filters else [0],
+        "top_ps": [1.0, 0.9] if filters else [1.0],
+    }
     logits, rows = cases.sampling_case("cpu", 5003, 5, **given)
     logits[3, 4000], logits[4, :4500] = torch.inf, -torch.inf
     wanted = sample.sample_rows(logits, *rows, filters=filters)

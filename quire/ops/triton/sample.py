@@ -116,8 +116,8 @@ def _choose_kernel(
     logits, row_index, positions, seeds, temperature, edges, best, best_at, stride, vocab, parts, tiles,
     FILTERS: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (n, parts): the best of `tiles` tiles, with noise if the row is sampled. SKIPS: noise, which costs most of the
-    time, is computed only for tiles that may hold something better than those before."""
+    """grid (n, parts): the best of `tiles` tiles, with noise if the row is sampled. SKIPS: noise, which costs most of
+    the time, is computed only for tiles that may hold something better than those before."""
     n, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_index + n)
     heat = tl.load(temperature + row)
