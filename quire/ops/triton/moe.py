@@ -29,9 +29,6 @@ from quire.ops.triton import moe_few, moe_many
 from quire.ops.triton.act import gate_up
 
 FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
-_CHUNK = 512  # pairs that are counted together
-_PIECE = 16  # pairs that are placed together, up to _INLINE
-_WIDTH = 8  # pairs that all of a chunk are compared with at once
 _INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
@@ -44,6 +41,18 @@ class MoeTileConfig(NamedTuple):
     bk: int
     warps: int
     stages: int
+
+
+class SortConfig(NamedTuple):
+    """`chunk`: pairs that are counted together; `piece`: pairs that are placed together."""
+
+    chunk: int = 512
+    piece: int = 16
+    warps: int = 4
+
+
+_SHORT = SortConfig(256, 32, 8)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
+_MOST_SHORT = 8192
 
 
 class ExpertTiles(NamedTuple):
@@ -215,15 +224,17 @@ def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _order_chunk(
-    index, counts, order, pairs, chunks, chunk, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+    index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
 ):
     """Sort the pairs of one chunk, after those of the same experts in previous chunks."""
     total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
+    first = tl.cumsum(total, 0) - total + before
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
-    p = begin + tl.arange(0, CHUNK)
-    mine, rank = _ranks(index, p, begin, end, pairs, CHUNK, WIDTH, False)
-    rank += tl.gather(tl.cumsum(total, 0) - total + before, mine, 0)
-    tl.store(order + rank, p, mask=p < pairs)
+    for piece in range(begin, end, PIECE):
+        p = piece + tl.arange(0, PIECE)
+        mine, rank = _ranks(index, p, begin, end, pairs, PIECE, CHUNK, False)
+        rank += tl.sum(tl.where(mine[:, None] == e[None, :], first[None, :], 0), 1)
+        tl.store(order + rank, p, mask=p < pairs)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "placers", "most_tiles", "bm"])
@@ -232,8 +243,8 @@ def _sort_kernel(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
     INLINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, each compared with PIECE
-    at once, or fill a part of the table."""
+    """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
+    of the table."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -245,7 +256,7 @@ def _sort_kernel(
             _mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, CHUNK, True)
             tl.store(order + rank, p, mask=p < pairs)
         else:
-            _order_chunk(index, counts, order, pairs, chunks, program, BLOCK_E, CHUNK, PIECE)
+            _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
     else:
         total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
         first = tl.cumsum(total, 0) - total
@@ -269,8 +280,9 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
     if index.shape[0] == 1:
         return ExpertTiles(index, index, index, index, direct=True)
     inline = pairs <= _INLINE
-    chunks = triton.cdiv(pairs, _CHUNK)
-    placers = triton.cdiv(pairs, _PIECE) if inline else chunks
+    config = _SHORT if _INLINE < pairs <= _MOST_SHORT else SortConfig()
+    chunks = triton.cdiv(pairs, config.chunk)
+    placers = triton.cdiv(pairs, config.piece) if inline else chunks
     most_tiles = min(pairs, experts) + pairs // bm
     block_e = triton.next_power_of_2(experts)
     order, expert, start, end = (
@@ -280,12 +292,12 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
     launch = {"launch_pdl": True} if early else {}
     if not inline:
         _count_kernel[(chunks,)](
-            index, counts, pairs, BLOCK_E=block_e, CHUNK=_CHUNK, EARLY=early, num_warps=4, **launch
+            index, counts, pairs, BLOCK_E=block_e, CHUNK=config.chunk, EARLY=early, num_warps=4, **launch
         )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE if inline else _WIDTH, TILES=_TILE_ROWS, INLINE=inline, EARLY=early,
-        num_warps=4 if inline else 8, **launch,
+        BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, TILES=_TILE_ROWS, INLINE=inline, EARLY=early,
+        num_warps=config.warps, **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 

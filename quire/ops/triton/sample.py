@@ -24,7 +24,7 @@ from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024
 _PARTS = 256  # most parts a row is split into
-_LEAST_TILES = 4  # of a part: up to so many are drawn from without looking first
+_LEAST_TILES = 10  # of a part, from which on it pays to look for those that cannot win
 _SUMS = 64  # most parts whose softmax sums are added up
 _PEAKS = 4096  # most runs of a row
 _NUCLEUS = 384  # runs that are searched for the nucleus of a row without top_k
@@ -400,7 +400,7 @@ def sample_rows(
     edges = find_edges(logits, row_index, temperature, top_k, top_p) if filters else None
     _choose_kernel[(n, parts)](
         logits, row_index, positions, seeds, temperature, edges, best, best_at, logits.stride(0), vocab, parts, tiles,
-        FILTERS=filters, SKIPS=tiles > _LEAST_TILES, BLOCK=_BLOCK, num_warps=4,
+        FILTERS=filters, SKIPS=not filters and tiles >= _LEAST_TILES, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     _best_kernel[(n,)](
         logits, row_index, positions, best, best_at, out, scores, tokens, logits.stride(0),
