@@ -106,18 +106,20 @@ def test_few_tokens_of_a_mixture(early):
 
 
 @pytest.mark.parametrize("experts", [8, 128, 512])
-@pytest.mark.parametrize("inline", [False, True])
-def test_sorting(inline, experts):
+@pytest.mark.parametrize(
+    ("config", "inline"), [(moe.SortConfig(), True), (moe.SortConfig(), False), (moe._SHORT, False)]
+)
+def test_sorting(config, inline, experts):
     block = triton.next_power_of_2(experts)
     kinds = dict.fromkeys(("index", "counts", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
-        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": moe._CHUNK, "PIECE": moe._PIECE, "TILES": moe._TILE_ROWS,
+        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": config.chunk, "PIECE": config.piece, "TILES": moe._TILE_ROWS,
         "INLINE": inline, "EARLY": True,
     }  # fmt: skip
-    compiled(moe._sort_kernel, kinds, constants, early=True)
+    compiled(moe._sort_kernel, kinds, constants, warps=config.warps, early=True)
     kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
-    compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": moe._CHUNK, "EARLY": True}, early=True)
+    compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": config.chunk, "EARLY": True}, early=True)
 
 
 @pytest.mark.parametrize("score", [0, 1, 2])

@@ -74,6 +74,17 @@ def test_greedy_and_drawn_rows():
     cases.check_choice(logits, rows, filters=False)
 
 
+def test_tiles_that_cannot_win_are_skipped(monkeypatch):
+    """Long parts, as many rows have them: the choice is that of short ones."""
+    logits, rows = cases.sampling_case("cpu", 5003, 5, heats=[0.0, 0.7, 1.5], top_ks=[0], top_ps=[1.0])
+    logits[3, 4000], logits[4, :4500] = torch.inf, -torch.inf
+    wanted = sample.sample_rows(logits, *rows, filters=False)
+    monkeypatch.setattr(sample, "_PARTS", 1)
+    monkeypatch.setattr(sample, "_BLOCK", 256)
+    found = sample.sample_rows(logits, *rows, filters=False)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_what_is_no_number_is_reported():
     for heat in (0.0, 0.5):
         logits, rows = cases.sampling_case("cpu", 1000, 2, heats=[heat], top_ks=[0], top_ps=[1.0])
@@ -104,7 +115,9 @@ def test_routing(tokens, experts, top_k, score, renorm, with_bias):
     cases.check_route("cpu", tokens, experts, top_k, score=score, renorm=renorm, with_bias=with_bias)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts", "bm"), [(2, 3, 5, 16), (700, 2, 60, 32), (3000, 4, 128, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "bm"), [(2, 3, 5, 16), (700, 2, 60, 32), (1100, 4, 128, 128), (3000, 4, 128, 128)]
+)
 def test_sorting_pairs(tokens, top_k, experts, bm):
     cases.check_sort("cpu", tokens, top_k, experts, bm)
 

@@ -29,8 +29,6 @@ from quire.ops.triton import moe_few, moe_many
 from quire.ops.triton.act import gate_up
 
 FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
-_CHUNK = 512  # pairs that are counted together
-_PIECE = 16  # pairs that are placed together
 _INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
@@ -43,6 +41,18 @@ class MoeTileConfig(NamedTuple):
     bk: int
     warps: int
     stages: int
+
+
+class SortConfig(NamedTuple):
+    """`chunk`: pairs that are counted together; `piece`: pairs that are placed together."""
+
+    chunk: int = 512
+    piece: int = 16
+    warps: int = 4
+
+
+_SHORT = SortConfig(256, 32, 8)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
+_MOST_SHORT = 8192
 
 
 class ExpertTiles(NamedTuple):
@@ -270,8 +280,9 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
     if index.shape[0] == 1:
         return ExpertTiles(index, index, index, index, direct=True)
     inline = pairs <= _INLINE
-    chunks = triton.cdiv(pairs, _CHUNK)
-    placers = triton.cdiv(pairs, _PIECE) if inline else chunks
+    config = _SHORT if _INLINE < pairs <= _MOST_SHORT else SortConfig()
+    chunks = triton.cdiv(pairs, config.chunk)
+    placers = triton.cdiv(pairs, config.piece) if inline else chunks
     most_tiles = min(pairs, experts) + pairs // bm
     block_e = triton.next_power_of_2(experts)
     order, expert, start, end = (
@@ -281,12 +292,12 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
     launch = {"launch_pdl": True} if early else {}
     if not inline:
         _count_kernel[(chunks,)](
-            index, counts, pairs, BLOCK_E=block_e, CHUNK=_CHUNK, EARLY=early, num_warps=4, **launch
+            index, counts, pairs, BLOCK_E=block_e, CHUNK=config.chunk, EARLY=early, num_warps=4, **launch
         )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE, TILES=_TILE_ROWS, INLINE=inline, EARLY=early, num_warps=4,
-        **launch,
+        BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, TILES=_TILE_ROWS, INLINE=inline, EARLY=early,
+        num_warps=config.warps, **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
