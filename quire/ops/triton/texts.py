@@ -1,12 +1,12 @@
-"""Attention within texts that are read at once, on CUDA: every query of a text over all of its keys, in both directions;
-and sums of the vectors of texts that lie one after another.
+"""Attention within texts that are read at once, on CUDA: every query of a text over all of its keys, in both
+directions; and sums of the vectors of texts that lie one after another.
 
-One program takes a tile of a text's queries in one head, and goes over the keys of that text with a running maximum: no
-text sees what lies beside it, so that its result does not depend on the batch. Which tiles there are is a list made on the
-host, the same for all layers of a step.
+One program takes a tile of a text's queries in one head, and goes over the keys of that text with a running maximum:
+no text sees what lies beside it, so that its result does not depend on the batch. Which tiles there are is a list made
+on the host, the same for all layers of a step.
 
-Floor: 4 D operations a query, head and key at 790 TFLOP/s. 160 texts of 100 tokens, 12 heads of 64: 4.9 GFLOP, 6 us; their
-queries, keys, values and results are 98 MB, 23 us at 4.3 TB/s.
+Floor: 4 D operations a query, head and key at 790 TFLOP/s. 160 texts of 100 tokens, 12 heads of 64: 4.9 GFLOP, 6 us;
+their queries, keys, values and results are 98 MB, 23 us at 4.3 TB/s.
 """
 
 from __future__ import annotations
