@@ -37,13 +37,14 @@ def make_model(folder: Path) -> None:
         intermediate_size=4 * WIDTH,
     )  # fmt: skip
     BertModel(shape).to(torch.bfloat16).save_pretrained(folder)
-    kinds = ("sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling")
+    parts = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
     modules = [
-        {"idx": 0, "name": "0", "path": "", "type": kinds[0]},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": kinds[1]},
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(parts)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
+    for path, _ in parts:
+        (folder / path).mkdir(exist_ok=True)
     pooling = {"word_embedding_dimension": WIDTH, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
