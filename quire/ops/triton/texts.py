@@ -92,7 +92,7 @@ def tiles_of(size: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """(queries and keys of a tile, warps) for heads of so many entries: by these alone, so that sums have one order."""
     if dtype is torch.float32:
         return (32, 32, 4) if size <= 64 else (16, 16, 4)
-    return (64, 64, 4) if size <= 128 else (64, 32, 4)
+    return (64, 64, 4) if 64 < size <= 128 else (64, 32, 4)
 
 
 @lru_cache(maxsize=8)
