@@ -32,9 +32,8 @@ def process_requests(engine: LLMEngine, test_prompts: list[tuple[str, SamplingPa
         for output in request_outputs:
             if output.finished:
                 name = None if output.lora_request is None else output.lora_request.lora_name
-                print(
-                    f"Finished: {[output.request_id, name, output.prompt_token_ids, list(output.outputs[0].token_ids)]!r}"
-                )
+                ids = list(output.outputs[0].token_ids)
+                print(f"Finished: {[output.request_id, name, output.prompt_token_ids, ids]!r}")
 
 
 def main() -> None:
