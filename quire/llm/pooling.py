@@ -61,7 +61,7 @@ class PoolingCalls:
 
     def _params(self, params: Params, count: int, task: str | None, keep: int | None) -> list[PoolingParams]:
         if params is None or isinstance(params, PoolingParams):
-            return [self._one(params, task, keep)] * count
+            return [self._pooling.share(self._one(params, task, keep))] * count
         if not isinstance(params, Sequence) or isinstance(params, str):
             raise InputError(
                 f"pooling_params must be PoolingParams or a list of them, got {type(params).__name__}",
@@ -173,7 +173,10 @@ def as_tensor(result: Result) -> Result:
 
 
 def as_embedding(result: Result) -> EmbeddingRequestOutput:
-    return EmbeddingRequestOutput(**_common(result), outputs=EmbeddingOutput(floats(result.outputs.data)))
+    return EmbeddingRequestOutput(
+        request_id=result.request_id, outputs=EmbeddingOutput(floats(result.outputs.data)),
+        prompt_token_ids=result.prompt_token_ids, finished=result.finished, num_cached_tokens=result.num_cached_tokens,
+    )  # fmt: skip
 
 
 def as_classes(result: Result) -> ClassificationRequestOutput:
