@@ -72,7 +72,7 @@ void panels_for_rows(const float* x, int64_t x_stride, const Product& job, const
     const float* from = x + row * x_stride;
     if constexpr (P > kFloatPanels) rows_of_floats<1, P>(from, x_stride, panels, k, found, P * kPanel), many = 1;
     else many = some_rows_of_floats<P>(left, from, x_stride, panels, k, found, P * kPanel);
-    for (int64_t r = 0; r < many; ++r) job.write(job, row + r, column, count, found + r * P * kPanel);
+    job.write(job, row, many, column, count, found, P * kPanel);
   }
 }
 

@@ -333,7 +333,7 @@ struct OpenProduct {
       typename N::Type* to = static_cast<typename N::Type*>(job.out) + (row + r) * job.out_stride + column;
       if (Dtype == QC_BF16) write_bfloats(found, whole, to);
       else for (int64_t i = 0; i < whole; i += kLanes) N::write(to + i, load(found + i));
-      if (whole < count) write_columns<Dtype>(job, row + r, column + whole, count - whole, found + whole);
+      if (whole < count) write_columns<Dtype>(job, row + r, 1, column + whole, count - whole, found + whole, kPanel);
     }
   }
 

@@ -23,22 +23,26 @@ constexpr int kMagicBits = 0x4b400000;
 inline vf from_magic(vi v) { return (vf)v - fill(kMagic); }
 
 // Numbers in tiles of T = kTileRows rows, so that what a tile multiplies together lies together: [tiles, k / 32, T] groups of
-// q [32], scale, total (scale * sum of q) and count [2] (sums of q by halves).
+// q [32], scale, total (scale * sum of q), count [2] (sums of q by halves) and begin (where sums of products with signed bytes
+// begin, see kMagic and kSignedZero).
 struct Plane {
   int8_t* q;
   float *scale, *total;
-  int32_t* count;
+  int32_t *count, *begin;
 
-  static constexpr int64_t kBytes = kBlock + 16;  // of a group
+  static constexpr int64_t kBytes = kBlock + 20;  // of a group
   static Plane at(char* memory, int64_t groups) {
     float* scale = reinterpret_cast<float*>(memory);
-    return {reinterpret_cast<int8_t*>(scale + 4 * groups), scale, scale + groups, reinterpret_cast<int32_t*>(scale + 2 * groups)};
+    int32_t* count = reinterpret_cast<int32_t*>(scale + 2 * groups);
+    return {reinterpret_cast<int8_t*>(scale + 5 * groups), scale, scale + groups, count, count + 2 * groups};
   }
   void put(int64_t group, const vi (&whole)[kBlock / kLanes], float step) const {
     int32_t sums[2];
     narrow(q + group * kBlock, whole, sums);
-    scale[group] = step, total[group] = step * float(int32_t(uint32_t(sums[0]) + uint32_t(sums[1])));
+    const uint32_t counted = uint32_t(sums[0]) + uint32_t(sums[1]);
+    scale[group] = step, total[group] = step * float(int32_t(counted));
     count[2 * group] = sums[0], count[2 * group + 1] = sums[1];
+    begin[group] = int32_t(uint32_t(kMagicBits) - uint32_t(kSignedZero) * counted);
   }
 };
 
@@ -211,8 +215,9 @@ inline void tile(const uint8_t* panel, int first, const Quantized& x, int64_t ro
   const int64_t blocks = Fine ? chosen[0] : x.k / kBlock;
   int64_t at = x.group(row, tall);
   vf result[R][S];  // of its own: nothing else can be at its address
-  for (int r = 0; r < R; ++r)
+  unroll(rows, [&](auto r) {  // a loop would become a call to clear memory, which takes a fifth of a short product
     for (int s = 0; s < S; ++s) result[r][s] = Fine ? load(to + r * kPanel + s * kLanes) : fill(0);
+  });
   for (int64_t b = 0; b < blocks; ++b, at += tall) {
     const uint8_t* block = panel + (Fine ? chosen[1 + b] : b) * P::bytes;
     if constexpr (R < 4 && !Fine && !P::open && kAheadBytes > 0)  // memory is what one row waits for
@@ -223,7 +228,8 @@ inline void tile(const uint8_t* panel, int first, const Quantized& x, int64_t ro
         const int32_t* count = plane.count + 2 * (at + r);
         const uint32_t counted = kSums == 2 ? uint32_t(count[h]) : uint32_t(count[0]) + uint32_t(count[1]);  // of a row not wanted: anything
         for (int s = 0; s < S; ++s)
-          sums[h][r][s] = P::zero ? fill_int(int32_t(uint32_t(kMagicBits) - uint32_t(P::zero) * counted)) : fixed(kBegin);
+          if constexpr (P::zero == 128 && kSums == 1) sums[h][r][s] = fill_int(plane.begin[at + r]);
+          else sums[h][r][s] = P::zero ? fill_int(int32_t(uint32_t(kMagicBits) - uint32_t(P::zero) * counted)) : fixed(kBegin);
       }
     for (int half = 0; half < 2; ++half) {
       Quads quads[R];
@@ -264,17 +270,29 @@ struct Product {
   int64_t num_segments, m, out_stride;
   const void* bias;
   void* out;
-  void (*write)(const Product& job, int64_t row, int64_t column, int64_t count, const float* from);
+  // Rows from `row` on, `count` columns of each from `column` on; `from`: rows so many floats apart.
+  void (*write)(const Product& job, int64_t row, int64_t rows, int64_t column, int64_t count, const float* from, int64_t stride);
 };
 
 template <int Dtype>
-void write_columns(const Product& job, int64_t row, int64_t column, int64_t count, const float* from) {
+void write_columns(const Product& job, int64_t row, int64_t rows, int64_t column, int64_t count, const float* from,
+                   int64_t stride) {
   typedef Numbers<Dtype> N;
   typename N::Type* to = static_cast<typename N::Type*>(job.out) + row * job.out_stride + column;
-  const typename N::Type* bias = static_cast<const typename N::Type*>(job.bias);
+  const typename N::Type* bias = job.bias ? static_cast<const typename N::Type*>(job.bias) + column : nullptr;
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) N::write(to + i, bias ? load(from + i) + N::read(bias + column + i) : load(from + i));
-  for (; i < count; ++i) N::put_one(to + i, bias ? from[i] + N::one(bias + column + i) : from[i]);
+  for (; i + kLanes <= count; i += kLanes) {
+    const vf more = bias ? N::read(bias + i) : fill(0);
+    for (int64_t r = 0; r < rows; ++r) {
+      const vf v = load(from + r * stride + i);
+      N::write(to + r * job.out_stride + i, bias ? v + more : v);
+    }
+  }
+  for (; i < count; ++i)
+    for (int64_t r = 0; r < rows; ++r) {
+      const float v = from[r * stride + i];
+      N::put_one(to + r * job.out_stride + i, bias ? v + N::one(bias + i) : v);
+    }
 }
 
 // R rows times one panel: up to 16 columns from `column` of the result on. Rows from job.m on are there, but not wanted.
@@ -289,7 +307,7 @@ void rows_of(const Product& job, const uint8_t* panel, int64_t row, int64_t colu
     for (int r = 0; r < R && row + r < job.m; r += some)
       if (job.x.chosen_of(row + r)[0]) tile<P, some, S, true>(panel, first, job.x, row + r, numbers[r] + first);
   }
-  for (int r = 0; r < R && row + r < job.m; ++r) job.write(job, row + r, column, count < kPanel ? count : kPanel, numbers[r]);
+  job.write(job, row, job.m - row < R ? job.m - row : R, column, count < kPanel ? count : kPanel, numbers[0], kPanel);
 }
 
 // One panel for rows [row, to).
@@ -380,7 +398,7 @@ void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int
 #endif
   static thread_local std::vector<char> memory;
   const int64_t tiles = (m + kTileRows - 1) / kTileRows, groups = tiles * kTileRows * (k / kBlock) + 16;  // a tile may read a few more
-  const int64_t all = groups * Plane::kBytes;
+  const int64_t all = (groups * Plane::kBytes + 63) / 64 * 64;
   memory.resize(size_t(2 * all + 4 * ((m + kFineRows - 1) / kFineRows) * (1 + k / kBlock) + 64));
   char* start = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);  // all parts then lie so
   job.x = {Plane::at(start, groups), Plane::at(start + all, groups), reinterpret_cast<int32_t*>(start + 2 * all), k};

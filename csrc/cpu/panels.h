@@ -58,7 +58,7 @@ void panel_for_rows(const typename Numbers<Dtype>::Type* x, int64_t x_stride, co
     else if (left >= 4) rows_of_panel<Dtype, 4>(from, x_stride, panel, chunks, found), many = 4;
     else if (left >= 2) rows_of_panel<Dtype, 2>(from, x_stride, panel, chunks, found), many = 2;
     else rows_of_panel<Dtype, 1>(from, x_stride, panel, chunks, found), many = 1;
-    for (int64_t r = 0; r < many; ++r) write_columns<Dtype>(job, row + r, column, count, found + r * kPanel);
+    write_columns<Dtype>(job, row, many, column, count, found, kPanel);
   }
 }
 

@@ -151,9 +151,10 @@ inline Quads load_quads(const int8_t* at) { return at; }
 
 template <int Q, int Bits>
 inline vi dot(vi sums, vb bytes, Quads quads) {
-  int32_t quad;
-  memcpy(&quad, quads + 4 * Q, 4);
-  return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32(quad));
+  // By hand, because compilers load the quad by an instruction of its own.
+  typedef struct { char four[4]; } Quad;
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(bytes), "m"(*reinterpret_cast<const Quad*>(quads + 4 * Q)));
+  return sums;
 }
 constexpr int kSignedZero = 128;  // signed bytes are multiplied as unsigned ones, 128 larger
 inline vb signed_bytes(vb v) { return v ^ (uint8_t)128; }

@@ -366,7 +366,8 @@ def _position_offset(model: ModelConfig) -> int:
 
 def choose_pooling_steps(requested: Requested, config: EngineConfig) -> EngineConfig:
     """How a pooling model's prompts are computed: whole, without a cache, where every token reads all others; in chunks
-    where attention is causal. A cached prefix has no hidden states, so only LAST, which needs none, may use one."""
+    where attention is causal. A cached prefix has no hidden states, so only LAST, which needs none, may use one. Whole
+    prompts need nothing of an earlier step, so a GPU's next one is planned while it computes."""
     model = config.model_config
     if not model.is_pooling:
         return config
@@ -377,7 +378,10 @@ def choose_pooling_steps(requested: Requested, config: EngineConfig) -> EngineCo
         log.warning("enable_prefix_caching: off (this model keeps nothing between steps)")
     if config.load_config.load_format == "gguf":
         raise NotBuiltError("pooling models are not read from GGUF files in this version of Quire", param="model")
-    changes: dict[str, Any] = {"scheduler_config.async_scheduling": False}
+    ahead = whole and config.device_config.device == "cuda" and config.parallel_config.pipeline_parallel_size == 1
+    changes: dict[str, Any] = {
+        "scheduler_config.async_scheduling": ahead and requested.get("async_scheduling") is not False
+    }
     if whole:
         changes |= {"scheduler_config.enable_chunked_prefill": False, "cache_config.enable_prefix_caching": False}
     return replace(config, **changes)

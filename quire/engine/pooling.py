@@ -52,6 +52,7 @@ class PoolingInputs:
         self.max_model_len = max_model_len
         self.pooler: PoolerConfig = model.pooler_config
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        self._shared: PoolingParams | None = None
         self._outputs = embedding_width(model)
         labels = num_labels(model) if model.convert in ("classify", "reward") else model.facts.hidden_size
         self._num_columns = vocab_size if returns_vocabulary(model) else labels
@@ -71,6 +72,8 @@ class PoolingInputs:
     def resolve(self, params: PoolingParams) -> PoolingParams:
         """The same parameters with the task, and everything that depends on it, filled in. Resolved ones are returned
         as they are, the very object: what several prompts share is sent once (together.py)."""
+        if params is self._shared:
+            return params
         _check_few(params.returned_token_ids)
         params.check()
         pooler, task = self.pooler, self._task(params.task)
@@ -92,6 +95,11 @@ class PoolingInputs:
             skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache) or kind != "LAST",
         )
         return params if resolved == params else resolved
+
+    def share(self, params: PoolingParams) -> PoolingParams:
+        """As `resolve`, for parameters that many prompts will bring and nobody changes: they are checked once."""
+        self._shared = self.resolve(params)
+        return self._shared
 
     def _columns(self, requested: list[int] | None, task: str) -> list[int] | None:
         """The columns of a result, all of which there are; None: every one."""

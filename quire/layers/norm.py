@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.ops.few import NormRule
-from quire.ops.norm import add_rms_norm, add_rms_norm_wide, layer_norm, rms_norm, rms_norm_wide
+from quire.ops.norm import add_layer_norm, add_rms_norm, add_rms_norm_wide, layer_norm, rms_norm, rms_norm_wide
 from quire.ops.parts import PartialSums, whole
 from quire.quant.scheme import Slot, Storage
 from quire.quant.shard import Span, cut_to
@@ -53,7 +53,8 @@ class Norm(nn.Module):
         self.bias = storage.parameter(*shape) if kind.bias else None
         self._function = self._choose(storage)
         self.is_fused = kind.kind == "rms" and len(shape) == 1
-        self.joined = self._choose_joined(storage) if self.is_fused else partial(_add_first, self._function)
+        is_joined = self.is_fused or (kind.kind == "layer" and len(shape) == 1)
+        self.joined = self._choose_joined(storage) if is_joined else partial(_add_first, self._function)
 
     def _choose(self, storage: Storage) -> Callable[[Tensor], Tensor]:
         kind, eps, offset = self.kind, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
@@ -71,6 +72,8 @@ class Norm(nn.Module):
 
     def _choose_joined(self, storage: Storage) -> Joined:
         kind, weight, eps, offset = self.kind, self.weight, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
+        if kind.kind == "layer":
+            return partial(storage.of(add_layer_norm), weight=weight, bias=self.bias, eps=eps, offset=offset)
         assert weight is not None
         if kind.plus_one or kind.wide:
             return partial(storage.of(add_rms_norm_wide), weight=weight, eps=eps, offset=offset)

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.layers.batch import LayerCache
 from quire.ops.attention import ragged_attention
+from quire.ops.copy import upload
 from quire.schema.errors import ConfigError, InputError
 
 
@@ -24,6 +26,7 @@ class Texts:
     token_ids: Tensor  # [T] int64
     lens: tuple[int, ...]  # tokens of each text; none is empty
     type_ids: Tensor | None = None  # [T] int64: which part of a pair a token belongs to; None: all zero
+    places: Tensor | None = None  # [T] int64: where in its text a token stands; None: not known yet
 
     @classmethod
     def of(
@@ -44,7 +47,10 @@ class Texts:
 
     def positions(self) -> Tensor:
         """[T]: counted from 0 in every text."""
-        return torch.cat([torch.arange(n, device=self.token_ids.device) for n in self.lens])
+        if self.places is not None:
+            return self.places
+        lens = np.array(self.lens)
+        return upload(np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens), self.token_ids.device)
 
 
 class WithinPlan:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.base.collector import no_collections
 from quire.base.registry import load
 from quire.engine.inputs import Options
 from quire.llm.scoring import check_scoring, cosine, cross_prompts, floats, join_parts, max_sim, pair_up, texts_of
@@ -51,15 +52,16 @@ class PoolingCalls:
     ) -> list[Result]:  # fmt: skip
         """One result per prompt, as the worker made it."""
         each = self._params(params, len(prompts), task, keep)
-        requests = [self._prepare(prompt, one, options) for prompt, one in zip(prompts, each, strict=True)]
-        return self._run(requests, use_tqdm)
+        with no_collections():  # what is made stays until the call ends
+            requests = [self._prepare(prompt, one, options) for prompt, one in zip(prompts, each, strict=True)]
+            return self._run(requests, use_tqdm)
 
     def _prepare(self, prompt: Any, params: PoolingParams, options: Options) -> PreparedRequest:
         return self._front.prepare(str(next(self._ids)), prompt, params, options)
 
     def _params(self, params: Params, count: int, task: str | None, keep: int | None) -> list[PoolingParams]:
         if params is None or isinstance(params, PoolingParams):
-            return [self._one(params, task, keep)] * count
+            return [self._pooling.share(self._one(params, task, keep))] * count
         if not isinstance(params, Sequence) or isinstance(params, str):
             raise InputError(
                 f"pooling_params must be PoolingParams or a list of them, got {type(params).__name__}",
@@ -94,7 +96,8 @@ class PoolingCalls:
     def embed(
         self, prompts: Sequence[Any], params: Params, use_tqdm: Any, options: Options, keep: int | None
     ) -> list[EmbeddingRequestOutput]:
-        return [as_embedding(result) for result in self._embed(prompts, params, use_tqdm, options, keep)]
+        with no_collections():
+            return [as_embedding(result) for result in self._embed(prompts, params, use_tqdm, options, keep)]
 
     def _embed(
         self, prompts: Sequence[Any], params: Params, use_tqdm: Any, options: Options, keep: int | None
@@ -170,7 +173,10 @@ def as_tensor(result: Result) -> Result:
 
 
 def as_embedding(result: Result) -> EmbeddingRequestOutput:
-    return EmbeddingRequestOutput(**_common(result), outputs=EmbeddingOutput(floats(result.outputs.data)))
+    return EmbeddingRequestOutput(
+        request_id=result.request_id, outputs=EmbeddingOutput(floats(result.outputs.data)),
+        prompt_token_ids=result.prompt_token_ids, finished=result.finished, num_cached_tokens=result.num_cached_tokens,
+    )  # fmt: skip
 
 
 def as_classes(result: Result) -> ClassificationRequestOutput:

@@ -9,6 +9,7 @@ Must not know: engines, HTTP.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from operator import mul
 from typing import TYPE_CHECKING
@@ -84,7 +85,7 @@ def _cross_prompt(pooling: PoolingInputs, pair: Pair, keep: int | None, template
 
 def floats(pooled: Pooled) -> list[float]:
     """All values, row after row."""
-    return list(map(float, memoryview(pooled.data).cast("f")))
+    return array("f", pooled.data).tolist()
 
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:

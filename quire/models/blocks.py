@@ -268,8 +268,8 @@ class AfterBlock(DecoderBlock):
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         assert self.after_attn is not None and self.after_mlp is not None
-        x = self.after_attn(x + self.attn(x, batch, rotary))
-        return self.after_mlp(x + self.mlp(x)), None
+        x, _ = self.after_attn.add(x, self.attn(x, batch, rotary))
+        return self.after_mlp.add(x, self.mlp(x))[0], None
 
 
 class KeptBlock(DecoderBlock):

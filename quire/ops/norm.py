@@ -69,6 +69,23 @@ def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 @op
+def add_layer_norm(
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + delta), x + delta). A form may overwrite x with the sum: use the one returned."""
+    total = x + whole(delta)
+    return layer_norm.reference(total, weight, bias, eps, offset), total
+
+
+@add_layer_norm.form("cpu")
+def add_layer_norm_cpu(
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    total = x + whole(delta)
+    return layer_norm_cpu(total, weight, bias, eps, offset), total
+
+
+@op
 def add_rms_norm(x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + delta), x + delta): a sublayer's output is added to the stream and normalized. A form may
     overwrite x with the sum: use the one returned."""
@@ -96,6 +113,7 @@ for _norm, _rows in (
     (unit_rms, 1),
     (rms_norm_wide, 1),
     (layer_norm, 1),
+    (add_layer_norm, 2),
     (add_rms_norm, 2),
     (add_rms_norm_wide, 2),
 ):

@@ -32,7 +32,7 @@ from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import PoolingParams
 from quire.schema.stats import NO_DRAFTS, NO_LOOKUPS, CacheStats, StepStats
-from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, RowToken, StepPlan, StepResult
+from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, Pooled, RowToken, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
@@ -319,7 +319,7 @@ class Scheduler:
         assert pooled is not None, f"no token came back for {request.id}, and no reason why"
         if request.computed >= request.next_block:
             self.kv.commit(request)
-        return msgspec.structs.replace(self._finish(request, Ending(FinishReason.STOP)), pooled=pooled)
+        return self._finish(request, Ending(FinishReason.STOP), pooled=pooled)
 
     def _lose(self, request: Request, reason: str) -> EngineOutput:
         """A worker gave it up. That no token was left to choose is due to what the request asked for."""
@@ -334,6 +334,7 @@ class Scheduler:
         *,
         logprobs: LogprobRows | None = None,
         prompt_logprobs: LogprobRows | None = None,
+        pooled: Pooled | None = None,
         error: str | None = None,
     ) -> EngineOutput:
         """Its last output. Blocks go back at once: what is in flight for it runs before anything planned later."""
@@ -365,6 +366,7 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached,
             times=request.times,
+            pooled=pooled,
             error=error,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.base.log import logger
 from quire.config.pooling import num_labels, pooling_type, tasks_of, term_pooling
 from quire.models.pooled import PoolingModel
+from quire.ops.copy import download
 from quire.schema.params import PoolingParams
 from quire.schema.step import Pooled
 
@@ -73,50 +74,60 @@ def class_activation(model: ModelConfig) -> str:
     return "sigmoid" if num_labels(model) == 1 else "softmax"
 
 
+@dataclass
+class Coming:
+    """Results of one step on their way to the host: `pooled` and `failed` are whole once `arrive` was called."""
+
+    groups: list[tuple[list[str], list[int], Tensor, bool]] = field(default_factory=list)  # see `_add_results`
+    pooled: dict[str, Pooled] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def arrive(self) -> None:
+        """The device is past the copies."""
+        for names, sizes, values, is_whole in self.groups:
+            finite = bool(values.isfinite().all())
+            for name, part in zip(names, values.split(sizes), strict=True):
+                if not finite and not bool(part.isfinite().all()):
+                    self.failed[name] = NOT_FINITE
+                    continue
+                part = part[0] if is_whole else part
+                self.pooled[name] = Pooled(tuple(part.shape), "float32", part.contiguous().numpy().tobytes())
+        self.groups.clear()
+
+
 @torch.inference_mode()
-def results_of(model: PoolingModel, rules: ResultRules, complete: Complete) -> tuple[dict[str, Pooled], dict[str, str]]:
+def results_of(model: PoolingModel, rules: ResultRules, complete: Complete) -> Coming:
     """Results by request, and reasons for those that have none."""
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, (_, (params, _)) in enumerate(complete):
         columns = None if params.returned_token_ids is None else tuple(params.returned_token_ids)
         alike[params.task, params.use_activation, params.dimensions, columns].append(index)
-    pooled: dict[str, Pooled] = {}
-    failed: dict[str, str] = {}
+    coming = Coming()
     for members in alike.values():
-        _add_or_fail(model, rules, [complete[index] for index in members], pooled, failed)
-    return pooled, failed
+        _add_or_fail(model, rules, [complete[index] for index in members], coming)
+    return coming
 
 
-def _add_or_fail(
-    model: PoolingModel, rules: ResultRules, requests: Complete, pooled: dict[str, Pooled], failed: dict[str, str]
-) -> None:
+def _add_or_fail(model: PoolingModel, rules: ResultRules, requests: Complete, coming: Coming) -> None:
     """An error is that of the request it comes from: where several fail together, each is tried alone."""
     try:
-        _add_results(model, rules, requests, pooled, failed)
+        _add_results(model, rules, requests, coming)
     except Exception as wrong:
         if len(requests) > 1:
             for one in requests:
-                _add_or_fail(model, rules, [one], pooled, failed)
+                _add_or_fail(model, rules, [one], coming)
             return
         log.exception("The result of a pooled request could not be computed")
-        failed[requests[0][0]] = f"the result could not be computed ({type(wrong).__name__})"
+        coming.failed[requests[0][0]] = f"the result could not be computed ({type(wrong).__name__})"
 
 
-def _add_results(
-    model: PoolingModel, rules: ResultRules, requests: Complete, pooled: dict[str, Pooled], failed: dict[str, str]
-) -> None:
-    """Of requests with the same parameters."""
+def _add_results(model: PoolingModel, rules: ResultRules, requests: Complete, coming: Coming) -> None:
+    """Of requests with the same parameters: their names, rows of each, the values of all, whether each has one row."""
     params = requests[0][1][0]
     vectors = [model.term_weights(one) if rules.weighs_terms else one for _, (_, one) in requests]
-    values = _values(model, rules, params, vectors[0] if len(vectors) == 1 else torch.cat(vectors)).cpu()
+    values = download(_values(model, rules, params, vectors[0] if len(vectors) == 1 else torch.cat(vectors)))
     is_whole = params.task in ("embed", "classify", "score")
-    finite = bool(values.isfinite().all())
-    for (name, _), part in zip(requests, values.split([len(one) for one in vectors]), strict=True):
-        if not finite and not bool(part.isfinite().all()):
-            failed[name] = NOT_FINITE
-            continue
-        part = part[0] if is_whole else part
-        pooled[name] = Pooled(tuple(part.shape), "float32", part.contiguous().numpy().tobytes())
+    coming.groups.append(([name for name, _ in requests], [len(one) for one in vectors], values, is_whole))
 
 
 def _values(model: PoolingModel, rules: ResultRules, params: PoolingParams, vectors: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Must not know: why this plan, how a model is built or loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,15 @@ from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.layers.packed import Texts
 from quire.models.pooled import PoolingModel
+from quire.ops.copy import upload
+from quire.ops.texts import text_sums
 from quire.schema.params import PoolingParams, ResolvedParams
-from quire.schema.step import Grant, Mask, NewRow, Pooled, StepPlan, StepResult
+from quire.schema.step import Grant, Mask, NewRow, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import StepShape, build, places_of, shape_of
 from quire.worker.kv_memory import KVMemory
 from quire.worker.moves import BlockCopies
-from quire.worker.pooling_results import ResultRules, results_of
+from quire.worker.pooling_results import Coming, ResultRules, results_of
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
@@ -73,27 +75,36 @@ class PooledRow:
 
 @dataclass
 class PendingPooled:
-    """One step's results."""
+    """One step's results on their way to the host; complete once `ready` has passed (None: at once)."""
 
     plan: StepPlan
-    pooled: dict[str, Pooled]
-    failed: dict[str, str]
+    coming: Coming
     seconds: float = 0.0
+    ready: torch.cuda.Event | None = None
 
     def result(self) -> StepResult:
+        if self.ready is not None:
+            self.ready.synchronize()
+        self.coming.arrive()
         return StepResult(
-            step=self.plan.step, sampled=[[] for _ in self.plan.grants], pooled=self.pooled, failed=self.failed,
-            forward_seconds=self.seconds,
+            step=self.plan.step, sampled=[[] for _ in self.plan.grants], pooled=self.coming.pooled,
+            failed=self.coming.failed, forward_seconds=self.seconds,
         )  # fmt: skip
 
 
 def make_pooling_runner(
-    model: Model, config: EngineConfig, rows: Rows, backend: AttentionBackend, kv: KVMemory
+    model: Model,
+    config: EngineConfig,
+    make_rows: Callable[[torch.device], Rows],
+    backend: AttentionBackend,
+    kv: KVMemory,
 ) -> PoolingRunner:
+    """`make_rows`: rows whose tokens lie on a device. An encoder's lie on the host: each is read once."""
     assert isinstance(model, PoolingModel)  # as runner=pooling has it
-    on_cpu = rows.tokens.device.type == "cpu"
+    device = model.storage.device
+    rows = make_rows(torch.device("cpu") if model.both_ways else device)
     most = config.scheduler_config.max_num_batched_tokens
-    inputs = None if on_cpu or model.both_ways else DeviceInputs(rows, most)
+    inputs = None if device.type == "cpu" or model.both_ways else DeviceInputs(rows, most)
     return PoolingRunner(model, rows, backend, ResultRules.of(config.model_config), kv=kv, inputs=inputs)
 
 
@@ -112,7 +123,8 @@ class PoolingRunner:
         inputs: DeviceInputs | None = None,  # None: a CPU worker
     ) -> None:
         self.model, self.rows, self.backend, self.rules, self.kv, self.inputs = model, rows, backend, rules, kv, inputs
-        self.copies = BlockCopies(kv)
+        self.copies, self._device = BlockCopies(kv), model.storage.device
+        self._sums = model.storage.of(text_sums)
         self._pooled: dict[str, PooledRow] = {}
         self._flight: tuple[StepPlan, StepShape, Tensor, float] | None = None
 
@@ -148,12 +160,12 @@ class PoolingRunner:
         return self.model.forward(build(shape, self.rows, self.backend))
 
     def _texts(self, shape: StepShape) -> Texts:
-        device = self.rows.tokens.device
         if bool((shape.starts > 0).any()):
             raise RuntimeError("a plan splits a prompt whose tokens read each other both ways")
         rows, positions = places_of(shape)
-        token_ids = self.rows.tokens[torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device)].long()
-        return Texts(token_ids, tuple(shape.counts.tolist()), self._types(shape, rows, positions))
+        token_ids = self.rows.tokens.numpy()[rows, positions]
+        tokens, places = upload(np.stack((token_ids, positions)).astype(np.int64), self._device).unbind()
+        return Texts(tokens, tuple(shape.counts.tolist()), self._types(shape, rows, positions), places)
 
     def _types(self, shape: StepShape, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
         """Token types: 1 from where a request says."""
@@ -167,7 +179,7 @@ class PoolingRunner:
         first = np.full(int(shape.rows[-1]) + 1, np.iinfo(np.int64).max)
         for row, begin in starts.items():
             first[row] = begin
-        return torch.from_numpy((positions >= first[rows]).astype(np.int64)).to(self.rows.tokens.device)
+        return upload((positions >= first[rows]).astype(np.int64), self._device)
 
     def sample(self, step: int, mask: Mask | None) -> PendingPooled:
         """What the step that was started last completes; the caller names it."""
@@ -176,16 +188,22 @@ class PoolingRunner:
             raise RuntimeError(f"sample() of step {step} without its forward()")
         plan, shape, hidden, began = flight
         complete = self._take(plan.grants, shape, hidden)
-        pooled, failed = results_of(self.model, self.rules, complete)
+        coming = results_of(self.model, self.rules, complete)
         for name, _ in complete:
             self._pooled.pop(name)
-        return PendingPooled(plan, pooled, failed, now() - began)
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return PendingPooled(plan, coming, now() - began, ready)
 
     @torch.inference_mode()
     def _take(
         self, grants: Sequence[Grant], shape: StepShape, hidden: Tensor
     ) -> list[tuple[str, tuple[PoolingParams, Tensor]]]:
         """Hand every row its hidden states; (request, its parameters and vectors) of those that are complete."""
+        if bool(shape.samples.all()) and not shape.starts.any():
+            return self._take_whole(grants, shape, hidden)
         complete = []
         for hidden_rows, index, start in zip(
             hidden.split(shape.counts.tolist()), shape.grants.tolist(), shape.starts.tolist(), strict=True
@@ -196,3 +214,22 @@ class PoolingRunner:
             if grant.samples:
                 complete.append((grant.request_id, (row.params, row.vectors())))
         return complete
+
+    def _take_whole(
+        self, grants: Sequence[Grant], shape: StepShape, hidden: Tensor
+    ) -> list[tuple[str, tuple[PoolingParams, Tensor]]]:
+        """The same of prompts that are all here as a whole: vectors of one kind are made at once."""
+        names = [grants[index].request_id for index in shape.grants.tolist()]
+        rows = [self._pooled[name] for name in names]
+        counts = shape.counts.tolist()
+        kinds, vectors = {row.kind for row in rows}, None
+        if kinds == {"MEAN"}:
+            vectors = self._sums(hidden, counts) / upload(shape.counts[:, None].astype(np.float32), hidden.device)
+        elif kinds == {"CLS"} or kinds == {"LAST"}:
+            places = shape.ends - (shape.counts if kinds == {"CLS"} else 1)
+            vectors = hidden[upload(places, hidden.device)]
+        if vectors is not None:
+            return [(name, (row.params, one)) for name, row, one in zip(names, rows, vectors.split(1), strict=True)]
+        for row, part in zip(rows, hidden.split(counts), strict=True):
+            row.take(part, 0)
+        return [(name, (row.params, row.vectors())) for name, row in zip(names, rows, strict=True)]

@@ -295,12 +295,13 @@ class Worker:
         scaled = self._scaled = scaled_caches(kv.bind(backend, model))
         set_scales(scaled, self._kv_scales)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
-        rows = Rows(layout.groups, max_rows, length, self.device)
         if self.config.model_config.is_pooling:
             from quire.worker.pooling_runner import make_pooling_runner  # lazy
 
-            pooling: PoolingRunner = make_pooling_runner(model, self.config, rows, backend, kv)
+            make_rows = partial(Rows, layout.groups, max_rows, length)
+            pooling: PoolingRunner = make_pooling_runner(model, self.config, make_rows, backend, kv)
             return pooling
+        rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
         media = self._make_media(rows) if self.config.model_config.takes_media else None
         runner = ModelRunner(

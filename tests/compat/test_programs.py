@@ -19,9 +19,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import torch
+from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
+from tests.pooling_models import make_pooling
 from tests.server.hosted import Hosted
+from tests.tiny_adapters import greedy, merge, write_adapter
 from tests.tiny_models import make_tiny
 from tests.warm_python import WarmPython
 
@@ -316,3 +320,57 @@ def test_serve_with_two_engines_of_two_ranks(tmp_path: Path) -> None:
     finally:
         process.terminate()
         server.wait(120)
+
+
+@pytest.mark.parametrize("name", ["BertModel", "Qwen3Model"])
+def test_embeddings(name: str, warm: Warm, tmp_path: Path) -> None:
+    """As transformers computes them; shorter ones are cut and normalised."""
+    model = make_pooling(name, tmp_path, is_matryoshka=True)
+    printed = warm.run("basic_pooling", "embed", str(tmp_path))
+    texts, vectors = quoted(printed, "Prompt"), quoted(printed, "Embedding")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    place = 0 if name == "BertModel" else -1
+    for text, vector in zip(texts, vectors, strict=True):
+        with torch.no_grad():
+            hidden = model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0]
+        wanted = torch.nn.functional.normalize(hidden[place], dim=-1)
+        torch.testing.assert_close(torch.tensor(vector), wanted, atol=1e-4, rtol=1e-4)
+    short = torch.nn.functional.normalize(torch.tensor(vectors[0][:8]), dim=-1)
+    torch.testing.assert_close(torch.tensor(quoted(printed, "Short")[0]), short, atol=1e-5, rtol=1e-5)
+    assert quoted(printed, "Tokens") == [(len(tokenizer.encode(texts[0]).ids), 32)]
+
+
+def test_classes_and_scores(warm: Warm, tmp_path: Path) -> None:
+    model = make_pooling("BertForSequenceClassification", tmp_path / "three", num_labels=3)
+    printed = warm.run("basic_pooling", "classify", str(tmp_path / "three"))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "three" / "tokenizer.json"))
+    assert quoted(printed, "Classes") == [3] * 4
+    for text, found in zip(quoted(printed, "Prompt"), quoted(printed, "Probs"), strict=True):
+        with torch.no_grad():
+            wanted = model(torch.tensor([tokenizer.encode(text).ids])).logits[0].softmax(-1)
+        torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=1e-4)
+    ranker = make_pooling("BertForSequenceClassification", tmp_path / "one", num_labels=1)
+    printed = warm.run("basic_pooling", "score", str(tmp_path / "one"))
+    pairs, scores = quoted(printed, "Prompt"), quoted(printed, "Score")
+    assert len(pairs) == 3
+    for (first, second), found in zip(pairs, scores, strict=True):
+        both = tokenizer.encode(first, second)
+        with torch.no_grad():
+            logit = ranker(torch.tensor([both.ids]), token_type_ids=torch.tensor([both.type_ids])).logits[0, 0]
+        assert found == pytest.approx(float(logit.sigmoid()), abs=1e-4)
+
+
+def test_multilora_inference(warm: Warm, tmp_path: Path) -> None:
+    """One slot for two adapters: all are answered, each by its own merged weights."""
+    model = make_tiny("LlamaForCausalLM", tmp_path / "model")
+    adapters = [write_adapter(model, tmp_path / f"a{seed}", rank=8, seed=seed) for seed in (1, 2)]
+    folders = [str(tmp_path / f"a{seed}") for seed in (1, 2)]
+    printed = warm.run("multilora_inference", str(tmp_path / "model"), *folders)
+    found = {number: (name, prompt, ids) for number, name, prompt, ids in quoted(printed, "Finished")}
+    names = [None, None, "sql-lora", "sql-lora2", None, "sql-lora"]
+    assert [found[str(number)][0] for number in range(6)] == names
+    models = {"2": merge(model, adapters[0]), "3": merge(model, adapters[1]), "4": model}
+    for number, one in models.items():
+        _, prompt, ids = found[number]
+        assert ids == greedy(one, prompt, 8)
+    assert len({tuple(found[number][2]) for number in models}) == 3

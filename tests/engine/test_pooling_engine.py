@@ -250,9 +250,11 @@ def test_an_error_is_that_of_one_request() -> None:
     params = PoolingParams(task="embed", use_activation=False)
     complete = [(name, (params, torch.full((1, 2), value))) for name, value in (("a", 1.0), ("b", 13.0), ("c", 3.0))]
     model, rules = Mock(embed=embed), ResultRules(PoolerConfig(), ("embed",), "")
-    pooled, failed = results_of(model, rules, complete)
-    assert {name: struct.unpack("<2f", one.data) for name, one in pooled.items()} == {"a": (2, 2), "c": (6, 6)}
-    assert list(failed) == ["b"] and "IndexError" in failed["b"]
+    coming = results_of(model, rules, complete)
+    coming.arrive()
+    found = {name: struct.unpack("<2f", one.data) for name, one in coming.pooled.items()}
+    assert found == {"a": (2, 2), "c": (6, 6)}
+    assert list(coming.failed) == ["b"] and "IndexError" in coming.failed["b"]
 
 
 def test_what_does_not_fit_is_refused(bert: Path, tmp_path: Path) -> None:

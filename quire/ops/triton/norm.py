@@ -158,6 +158,14 @@ def layer_norm(
     return _launch(x, weight, eps, bias=bias, offset=offset, layer=True, early=early)
 
 
+def add_layer_norm(
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor | None, bias: Tensor | None, eps: float,
+    offset: float = 0.0, *, early: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x is overwritten with the sum."""
+    return _launch(x, weight, eps, delta=delta, bias=bias, offset=offset, layer=True, early=early), x
+
+
 def add_rms_norm(
     x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float, *, early: bool = False, warps: int = 0
 ) -> tuple[Tensor, Tensor]:

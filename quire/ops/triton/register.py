@@ -47,6 +47,7 @@ from quire.ops.triton import (
     sample,
     ssm,
     ssm_chunk,
+    texts,
     warm,
 )
 
@@ -72,6 +73,15 @@ def _layer_norm(
     if norm.fits(x, weight):
         return norm.layer_norm(x, weight, bias, eps, offset, early=early)
     return norm_ops.layer_norm.reference(x, weight, bias, eps, offset)
+
+
+def _add_layer_norm(
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor | None, bias: Tensor | None, eps: float,
+    offset: float = 0.0, *, early: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if norm.fits(x, weight, delta):
+        return norm.add_layer_norm(x, delta, weight, bias, eps, offset, early=early)
+    return norm_ops.add_layer_norm.reference(x, delta, weight, bias, eps, offset)
 
 
 def _add_rms_norm(
@@ -182,6 +192,7 @@ def _table() -> FormTable:
     table.form(norm_ops.rms_norm)(partial(_rms_norm, early=early))
     table.form(norm_ops.rms_norm_wide)(partial(_rms_norm_wide, early=early))
     table.form(norm_ops.layer_norm)(partial(_layer_norm, early=early))
+    table.form(norm_ops.add_layer_norm)(partial(_add_layer_norm, early=early))
     table.form(norm_ops.add_rms_norm)(partial(_add_rms_norm, early=early))
     table.form(norm_ops.add_rms_norm_wide)(partial(_add_rms_norm_wide, early=early))
     table.form(qkv_ops.prepare_qkv)(partial(rope.prepare_qkv, early=early))
@@ -202,6 +213,7 @@ def _table() -> FormTable:
     _add_fixed(table, codes, early)
     table.form(sample_ops.sample_rows)(sample.sample_rows)
     rows.add_forms(table)
+    texts.add_forms(table)
     mask.add_forms(table)
     lora.add_forms(table, _free, early=early)
     _add_states(table)
