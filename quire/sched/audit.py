@@ -71,18 +71,22 @@ def _check_tables(request: Request, kv: KVCache) -> None:
 
 
 def _check_pool(pool: BlockPool, running: list[Request], pinned: list[int]) -> None:
-    holders = [pinned.count(block) for block in range(pool.num_blocks)] if pinned else [0] * pool.num_blocks
+    """Work for the blocks that are held or were; the many that never were taken are only counted."""
+    holders = Counter(pinned)
     for request in running:
         for table in request.holding.tables:
-            for block in table:
-                if block >= 0:
-                    holders[block] += 1
-    assert holders == pool.refs, f"blocks counted wrongly: {_differences(holders, pool.refs)}"
-    free = [*pool.blank, *pool.cached]
-    assert len(free) == len(set(free)) == holders.count(0), (
-        f"{len(free)} free blocks, {holders.count(0)} held by nobody"
+            holders.update(table)
+    del holders[-1]  # no block
+    rightly = holders == {block: pool.refs[block] for block in holders}
+    assert rightly and pool.refs.count(0) == pool.num_blocks - len(holders), (
+        f"blocks counted wrongly: {_differences(holders, pool.refs)}"
     )
-    assert not any(map(holders.__getitem__, free)), "a held block is free"
+    free, untouched = {*pool.blank, *pool.cached}, range(pool.num_touched, pool.num_blocks)
+    assert len(pool.blank) + len(pool.cached) == len(free) == pool.num_touched - len(holders), (
+        f"{len(pool.blank) + len(pool.cached)} free blocks, {pool.num_touched - len(holders)} held by nobody"
+    )
+    assert free.isdisjoint(holders), "a held block is free"
+    assert not any(block in untouched for blocks in (free, holders) for block in blocks), "a block that was never taken"
     _check_names(pool)
 
 
@@ -99,5 +103,5 @@ def _check_names(pool: BlockPool) -> None:
     assert num_named == sum(map(len, pool.named)), "a block has a name by which it cannot be found"
 
 
-def _differences(counted: list[int], recorded: list[int]) -> dict[int, tuple[int, int]]:
-    return {block: pair for block, pair in enumerate(zip(counted, recorded, strict=True)) if pair[0] != pair[1]}
+def _differences(counted: Counter[int], recorded: list[int]) -> dict[int, tuple[int, int]]:
+    return {block: (counted[block], refs) for block, refs in enumerate(recorded) if counted[block] != refs}

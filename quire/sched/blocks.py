@@ -1,6 +1,6 @@
 """The block pool: which KV blocks are free, how many hold each, and which hold a known prefix. All O(1) per block.
 
-    blank ── take ──▶ held (refs > 0) ── drop ──▶ blank          no name: taken again first
+    blank ── take ──▶ held (refs > 0) ── drop ──▶ blank          no name: taken again first, then what never was
                         ▲      │ name                            cached: oldest evicted when blank is empty
                         └share─┴───────── drop ──▶ cached
 One pool for all groups: a block belongs to one group while it is held or named.
@@ -18,7 +18,8 @@ from quire.sched.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, Event
 class BlockPool:
     def __init__(self, num_blocks: int, num_groups: int, *, events: bool = False) -> None:
         self.num_blocks = num_blocks
-        self.blank = list(range(num_blocks - 1, -1, -1))  # free, no name; a stack
+        self.blank: list[int] = []  # free again, no name; a stack
+        self.num_touched = 0  # blocks from this one on were never taken: free, no name
         self.cached: OrderedDict[int, None] = OrderedDict()  # free, named; oldest first
         self.refs = [0] * num_blocks
         self.names: list[bytes | None] = [None] * num_blocks
@@ -28,11 +29,14 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self.blank) + len(self.cached)
+        return len(self.blank) + len(self.cached) + self.num_blocks - self.num_touched
 
     def take(self, count: int) -> tuple[int, ...]:
         """`count` blocks with undefined content; the caller knows they are there."""
         blank, refs = self.blank, self.refs
+        if len(blank) < count:
+            first, self.num_touched = self.num_touched, min(self.num_touched + count - len(blank), self.num_blocks)
+            blank[:0] = range(self.num_touched - 1, first - 1, -1)
         while len(blank) < count:
             blank.append(self._evict())
         taken = tuple([blank.pop() for _ in range(count)])

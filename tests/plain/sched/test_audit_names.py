@@ -11,9 +11,9 @@ from quire.sched.blocks import BlockPool
 
 
 def pool() -> BlockPool:
-    """Eight blocks of two groups; 0 and 1 are free and named in the first, 2 in the second."""
+    """Eight blocks of two groups: 0 and 1 are free and named in the first, 2 in the second; 6 and 7 never taken."""
     made = BlockPool(8, 2)
-    made.blank = [7, 6, 5, 4, 3]
+    made.blank, made.num_touched = [5, 4, 3], 6
     for block, (name, group) in enumerate([(b"a", 0), (b"b", 0), (b"a", 1)]):
         made.names[block], made.homes[block] = name, group
         made.named[group][name] = block
@@ -35,7 +35,12 @@ FAULTS: dict[str, tuple[Callable[[BlockPool], object], str]] = {
     "another home": (lambda p: p.homes.__setitem__(1, 1), "not its own"),
     "a name that leads nowhere": (lambda p: p.named[0].pop(b"b"), "cannot be found"),
     "free twice": (lambda p: p.blank.append(0), "free blocks"),
+    "blank twice": (lambda p: p.blank.__setitem__(0, 4), "free blocks"),
+    "lost": (lambda p: p.blank.pop(), "free blocks"),
     "free and held": (lambda p: p.refs.__setitem__(3, 1), "counted wrongly"),
+    "held, never taken": (lambda p: p.refs.__setitem__(7, 1), "counted wrongly"),
+    "free, never taken": (lambda p: p.blank.__setitem__(0, 7), "never taken"),
+    "named, never taken": (lambda p: p.names.__setitem__(7, b"c"), "cannot be found"),
 }
 
 
@@ -46,3 +51,13 @@ def test_a_fault_is_named(fault: str) -> None:
     make(broken)
     with pytest.raises(AssertionError, match=words):
         _check_pool(broken, [], [])
+
+
+def test_blocks_that_came_back_are_taken_first_then_those_that_never_were() -> None:
+    blocks = BlockPool(6, 1)
+    assert blocks.take(3) == (0, 1, 2) and blocks.num_free == 3
+    blocks.drop([1, 0])
+    assert blocks.take(3) == (0, 1, 3) and blocks.num_free == 2
+    blocks.name(0, 2, b"a")
+    blocks.drop([2])
+    assert blocks.take(3) == (2, 4, 5) and blocks.num_free == 0 and blocks.names[2] is None
