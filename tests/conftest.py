@@ -100,6 +100,13 @@ def warm_python() -> Iterator[WarmPython]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def warm_children(warm_python: WarmPython) -> Iterator[None]:
+    """For a file of engines with processes of their own, for which it does not matter how a process starts."""
+    with warm_python.runs_children():
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture: what draws numbers without a seed of its own draws the same in every order of tests."""

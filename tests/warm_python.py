@@ -1,44 +1,59 @@
-"""Programs run by an interpreter that has torch imported already: a fork per program, instead of seconds of imports.
+"""Programs and engine processes run by an interpreter that has torch imported already: a fork for each, instead of
+seconds of imports.
 
-Only packages of others are imported beforehand (WARM). Each program imports Quire itself, in its own order, with its
-own arguments, environment, folder and standard streams, and ends as any interpreter does: with its exit handlers, and
-with a traceback and exit code 1 where it raises. What differs from a process of its own: the imports of WARM, and the
-seed of hashes, which all forks share. Files that use it run at least one program of each kind in a process of its own.
+Only packages of others are imported beforehand (WARM). Each fork imports Quire itself, in its own order, with its own
+arguments, environment, folder and standard streams, and ends as any interpreter does: with its exit handlers, and with
+a traceback and exit code 1 where it raises. What differs from a process of its own: the imports of WARM, the seed of
+hashes, which all forks share, and its parent, which is the interpreter: processes that a fork starts through
+quire.base.procs are forks beside it. Files that use it run at least one program of each kind in a process of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import gc
 import importlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any
 
 WARM = ("torch", "numpy", "safetensors.torch", "tokenizers", "msgspec", "jinja2", "zmq", "yaml", "tqdm", "asyncio")
 OURS = ("quire", "vllm", "tests")
+PROCS = "quire.base.procs"
+# What an interpreter or a library of WARM reads once: with other values a process is one of its own.
+READ_ONCE = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "ATEN_", "TORCH_", "MALLOC_", "LD_", "CUDA_", "PYTHON")
+NOT_READ = "PYTHONPATH"  # the command sets sys.path
 
 
 class WarmPython:
-    """The interpreter, as those who start programs see it. One program at a time."""
+    """The interpreter, as those who start programs see it."""
 
     def __init__(self) -> None:
         code = (
             f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from tests import warm_python as w; "
         )
+        self.address = f"\0quire-warm-{os.getpid()}-{id(self)}"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code + "w.serve() and w.run()"],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-c", code + f"w.serve({self.address!r}) and w.run()"],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"listening\n"
 
     def run(
         self,
@@ -49,29 +64,110 @@ class WarmPython:
         timeout: float,
     ) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, ...)` would."""
-        pipes = self._process.stdin, self._process.stdout
-        assert pipes[0] is not None and pipes[1] is not None
-        with tempfile.TemporaryDirectory(prefix="quire-warm-") as folder:
-            streams = [os.path.join(folder, name) for name in ("out", "err")]
-            order = {"argv": [str(program), *arguments], "env": dict(env), "cwd": str(cwd or os.getcwd())}
-            pipes[0].write(json.dumps({**order, "streams": streams}).encode() + b"\n")
-            pipes[0].flush()
-            if not select.select([pipes[1]], [], [], timeout)[0]:
+        argv = [str(program), *arguments]
+        with contextlib.ExitStack() as stack:
+            null, out, err = stack.enter_context(open(os.devnull)), *(
+                stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)
+            )  # fmt: skip
+            fork = Fork(self.address, {"argv": argv, "env": dict(env), "cwd": str(cwd or os.getcwd())},
+                        {0: null.fileno(), 1: out.fileno(), 2: err.fileno()})  # fmt: skip
+            try:
+                fork.wait(timeout)
+            except subprocess.TimeoutExpired:
                 self.close()
-                raise subprocess.TimeoutExpired([str(program), *arguments], timeout)
-            answer = pipes[1].readline()
-            assert answer, "the warm interpreter is gone"
-            texts = [Path(stream).read_text() for stream in streams]
-        return subprocess.CompletedProcess([str(program), *arguments], int(answer), *texts)
+                raise
+            texts = []
+            for stream in (out, err):
+                stream.seek(0)
+                texts.append(stream.read().decode())
+        return subprocess.CompletedProcess(argv, fork.returncode or 0, *texts)
+
+    @contextlib.contextmanager
+    def runs_children(self) -> Iterator[None]:
+        """Meanwhile what this process starts through quire.base.procs is a fork of the interpreter."""
+        procs = importlib.import_module(PROCS)
+        before = procs.subprocess
+        procs.subprocess = _commands(self.address)
+        try:
+            yield
+        finally:
+            procs.subprocess = before
 
     def close(self) -> None:
         """Ends it, and with it whatever a program left running in its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(60)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+class Fork:
+    """A running fork, with the names of subprocess.Popen. Its parent, the interpreter, tells how it ended."""
+
+    def __init__(self, address: str, order: dict[str, Any], streams: Mapping[int, int], stdin: int = -1) -> None:
+        """`streams`: descriptors of the fork and what they are here. `stdin`: of a pipe that is its standard input."""
+        self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb") if stdin >= 0 else None
+        self.returncode: int | None = None
+        self._reading = threading.Lock()
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.connect(address)
+        text = json.dumps({**order, "targets": [*streams]}).encode()
+        socket.send_fds(self._line, [len(text).to_bytes(8, "little")], [*streams.values()])
+        self._line.sendall(text)
+        self.pid = int.from_bytes(self._line.recv(8), "little")
+        assert self.pid, "the warm interpreter is gone"
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._line], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        with self._reading:
+            if self.returncode is None:
+                told = self._line.recv(8)
+                self.returncode = int.from_bytes(told, "little", signed=True) if told else -signal.SIGKILL
+                self._line.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def _read_once(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(READ_ONCE) and name != NOT_READ}
+
+
+def _commands(address: str) -> SimpleNamespace:
+    """In place of the module `subprocess` within quire.base.procs."""
+    known, processors, priority = _read_once(os.environ), os.sched_getaffinity(0), os.nice(0)
+
+    def start(
+        command: Sequence[str], *, stdin: int, pass_fds: tuple[int, ...], env: dict[str, str]
+    ) -> Fork | subprocess.Popen[bytes]:
+        interpreter, *flags, code = command
+        same = _read_once(env) == known and os.sched_getaffinity(0) == processors and os.nice(0) == priority
+        if not same or (interpreter, flags, stdin) != (sys.executable, ["-P", "-c"], subprocess.PIPE):
+            return subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, env=env)
+        reading, writing = os.pipe()
+        try:
+            streams = {0: reading, 1: 1, 2: 2, **{number: number for number in pass_fds}}
+            return Fork(address, {"code": code, "env": env, "cwd": os.getcwd()}, streams, writing)
+        finally:
+            os.close(reading)
+
+    return SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
 
 
 # ---- within the interpreter ----------------------------------------------------------------------------------------
@@ -79,36 +175,115 @@ class WarmPython:
 _order: dict[str, Any] = {}
 
 
-def serve() -> bool:
+def serve(address: str) -> bool:
     """Forks for each order. True in a fork, which has `_order` to run; False at the end."""
     for name in WARM:
         importlib.import_module(name)
     if early := {name.partition(".")[0] for name in sys.modules} & {"quire", "vllm"}:
         raise RuntimeError(f"a program imports these itself, but they are here: {early}")
-    for line in iter(sys.stdin.readline, ""):
-        if (child := os.fork()) == 0:
-            _order.update(json.loads(line))
-            return True
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(code, flush=True)
-    return False
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)
+    listening.listen(64)
+    waker, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    gc.collect()
+    gc.freeze()
+    print("listening", flush=True)
+    lines: dict[int, socket.socket] = {}
+    while True:
+        ready = select.select([listening, waker], [], [])[0]
+        if waker in ready:
+            os.read(waker, 1024)
+            _tell_ends(lines)
+        if listening in ready:
+            line, _ = listening.accept()
+            order, descriptors = _read_order(line)
+            if (child := os.fork()) == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _order.update(order, address=address)
+                for ours in (listening, line, *lines.values()):
+                    ours.detach()  # the number will be another's
+                _take(dict(zip(order["targets"], descriptors, strict=True)))
+                return True
+            for descriptor in descriptors:
+                os.close(descriptor)
+            lines[child] = line
+            line.sendall(child.to_bytes(8, "little"))
+
+
+def _read_order(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, descriptors, _, _ = socket.recv_fds(line, 8, 64)
+    length, text = int.from_bytes(head, "little"), b""
+    while len(text) < length:
+        text += line.recv(length - len(text))
+    return json.loads(text), descriptors
+
+
+def _tell_ends(lines: dict[int, socket.socket]) -> None:
+    while lines:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        line = lines.pop(child)
+        with contextlib.suppress(OSError):  # nobody waits for it
+            line.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
+        line.close()
+
+
+def _take(descriptors: dict[int, int]) -> None:
+    """Descriptors under their own numbers, and no others."""
+    high = max(*descriptors, *descriptors.values()) + 1
+    moved = {target: fcntl.fcntl(source, fcntl.F_DUPFD, high) for target, source in descriptors.items()}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if 2 < number < high:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    for target, source in moved.items():
+        os.dup2(source, target)
+        os.close(source)
 
 
 def run() -> None:
     """The program of `_order`, as the main module of this process."""
-    for number, name in enumerate((os.devnull, *_order["streams"])):
-        file = os.open(name, os.O_RDWR | os.O_CREAT)
-        os.dup2(file, number)
-        os.close(file)
     os.environ.clear()
     os.environ.update(_order["env"])
     os.chdir(_order["cwd"])
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
-    program: str = _order["argv"][0]
-    sys.argv = _order["argv"]
-    sys.path[:2] = [os.path.dirname(os.path.abspath(program))]  # in place of "" and the repository
+    sys.meta_path.insert(0, _ForksOfForks())
+    program: str = "-c" if "code" in _order else _order["argv"][0]
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=program, __builtins__=__builtins__, __spec__=None)
+    main.__dict__.update(__builtins__=__builtins__, __spec__=None)
     sys.modules["__main__"] = main
-    exec(compile(Path(program).read_bytes(), program, "exec"), main.__dict__)
+    if "code" in _order:
+        sys.argv = [program]
+        sys.path[:1] = []  # as with -P
+        code = _order["code"]
+    else:
+        sys.argv = _order["argv"]
+        sys.path[:2] = [os.path.dirname(os.path.abspath(program))]  # in place of "" and the repository
+        main.__dict__["__file__"] = program
+        code = Path(program).read_bytes()
+    exec(compile(code, program, "exec"), main.__dict__)
+
+
+class _ForksOfForks(importlib.abc.MetaPathFinder):
+    """Finds quire.base.procs where others do, and has its processes started by the interpreter."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != PROCS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None and spec.loader is not None
+        execute: Callable[[ModuleType], None] = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            module.__dict__["subprocess"] = _commands(_order["address"])
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

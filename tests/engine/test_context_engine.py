@@ -12,6 +12,7 @@ from quire import LLM, SamplingParams
 from tests.engine.test_ranks_engine import OPTIONS, values_of
 from tests.tiny_models import make_tiny
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 SHARED = [(7 * i) % 90 + 3 for i in range(38)]
 PROMPTS = [{"prompt_token_ids": [*SHARED, 5 + i, 9, 11]} for i in range(6)]
 # Blocks of eight tokens of one rank; six prompts share two or more of them, in chunks, and do not all fit at once.

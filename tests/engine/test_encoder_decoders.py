@@ -36,6 +36,7 @@ from tests.seq2seq_models import (
 )
 from tests.tiny_models import VOCAB, make_tiny
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 COUNT = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
 BEGIN_IDS = list(range(VOCAB, VOCAB + len(STARTS)))

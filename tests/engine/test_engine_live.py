@@ -21,6 +21,7 @@ from quire.schema.params import RequestOutputKind
 from tests.fake_engine import break_model
 from tests.tiny_models import make_tiny
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 PROMPTS = [
     "the river ran under",
     "a",

@@ -14,6 +14,7 @@ from quire.schema.params import StructuredOutputsParams
 from tests.tiny_adapters import write_adapter
 from tests.tiny_models import VOCAB, make_tiny
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 OPTIONS: dict[str, Any] = dict(device="cpu", max_model_len=192, num_gpu_blocks_override=80, block_size=16, seed=0)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["a", "bc"]}}, "required": ["kind"]}

@@ -16,6 +16,7 @@ from quire import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from quire.schema.errors import EngineDeadError
 from tests.tiny_models import VOCAB, make_tiny
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 OPTIONS: dict[str, Any] = dict(
     device="cpu", dtype="float32", max_model_len=96, num_gpu_blocks_override=60, max_num_batched_tokens=48
 )

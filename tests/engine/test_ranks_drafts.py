@@ -22,6 +22,7 @@ from tests.tiny_models import make_tiny
 
 __all__ = ["same_bits"]
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 OPTIONS: dict[str, Any] = dict(
     device="cpu", dtype="float32", max_model_len=96, num_gpu_blocks_override=60, max_num_seqs=4,
     max_num_batched_tokens=32,

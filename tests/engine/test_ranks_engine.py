@@ -19,6 +19,7 @@ from tests.pooling_models import make_pooling
 from tests.tiny_adapters import write_adapter
 from tests.tiny_models import make_tiny
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 PROMPTS = [
     {"prompt_token_ids": [7, 9, 30, 4, 11, 80, 21, 6, 45]},
     {"prompt_token_ids": [5, 6]},

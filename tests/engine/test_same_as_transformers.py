@@ -18,6 +18,7 @@ from quire.base import env
 from quire.checkpoint.source import locate
 from tests.gguf_tensors import tensors_of
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 TEXT = "the river ran under an old stone bridge while seven children counted boats and argued about names"
 WORDS = TEXT.split()
 NUM_PROMPTS, NUM_NEW, NUM_AGAIN = 12, 16, 4  # of 1 to 120 words, three of them with one beginning

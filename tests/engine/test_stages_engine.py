@@ -21,6 +21,7 @@ from tests.thread_stages import PATIENCE, ThreadStages
 from tests.tiny_adapters import write_adapter
 from tests.tiny_models import make_tiny
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 THREADS = "tests.thread_stages:ThreadStages"
 
 

@@ -18,6 +18,7 @@ from quire.schema.params import StructuredOutputsParams as Constraint
 from tests.engine.schema_corpus import GRAMMARS, MORE_GRAMMARS, REGEXES, SCHEMAS, random_schema
 from tests.products import spread
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 PROMPT = "Answer with one example, as short as possible:"
 
 

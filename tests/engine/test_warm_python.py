@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quire.base.procs import PARENT_GONE, Child
 from tests.warm_python import WarmPython
 
 PROGRAM = """
@@ -52,6 +54,56 @@ def test_a_signal_is_told_and_the_next_one_runs(warm_python: WarmPython, tmp_pat
     assert warm_python.run(program, env=os.environ, timeout=60).returncode == -signal.SIGKILL
     program.write_text("print(1)")
     assert warm_python.run(program, env=os.environ, timeout=60).stdout == "1\n"
+
+
+CHILD = """
+import os, sys
+from quire.base.procs import Child
+def main(boot):
+    if boot == b"nested":
+        inner = Child("child:main", b"inner", name="inner")
+        assert inner.wait(60)
+        sys.exit(10 + inner.exit_code)
+    print(boot.decode(), "torch" in sys.modules, os.environ.get("GIVEN"), flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("warm_children", "child_module")
+def test_children_are_forks_and_so_are_theirs(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("GIVEN", "x")
+    for boot, code in ((b"alone", 3), (b"nested", 13)):
+        child = Child("child:main", boot, name="one")
+        assert child.wait(60) and child.exit_code == code
+        child.close()
+    assert capfd.readouterr().out == "alone True x\ninner True x\n"
+
+
+@pytest.mark.usefixtures("warm_children", "child_module")
+def test_children_hear_signals_and_the_end_of_their_parent(capfd: pytest.CaptureFixture[str]) -> None:
+    killed, left = (Child("child:main", None, name="one") for _ in range(2))
+    killed.signal(signal.SIGKILL)
+    assert killed.wait(60) and "SIGKILL" in killed.why_dead()
+    left.close()
+    assert left.exit_code == PARENT_GONE
+    killed.close()
+
+
+@pytest.mark.usefixtures("warm_children", "child_module")
+def test_what_torch_reads_once_makes_a_process_of_its_own(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    child = Child("child:main", b"own", name="one")
+    assert child.wait(60)
+    child.close()
+    assert capfd.readouterr().out == "own False None\n"
 
 
 def test_what_a_program_leaves_running_ends_with_it(tmp_path: Path) -> None:
