@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 
@@ -24,7 +25,12 @@ os.environ.setdefault("QUIRE_TARGET_DEVICE", "cpu")  # tests/device name their d
 os.environ.setdefault("QUIRE_CPU_NUM_THREADS", "1")
 os.environ.setdefault("QUIRE_AUDIT", "1")
 os.environ.setdefault("QUIRE_CPU_KVCACHE_SPACE", "0.5")
-os.environ.setdefault("QUIRE_CPU_PACKED_CACHE", "0")  # nothing of the user's cache is read or written
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Of the user's cache only kernels for GPUs are read or written. What the embedded model is packed to is kept for
+    # the processes of this run, which load it more than a hundred times.
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.expanduser("~/.cache/quire/triton"))
+    _cache = tempfile.TemporaryDirectory(prefix="quire-tests-")  # removed when this process ends
+    os.environ["QUIRE_CACHE_ROOT"] = _cache.name
 # An HTTP client reads every certificate that the machine trusts when it is made, for 50 ms, and tests make thousands of
 # clients: they trust none but those that a test names. The folder holds no certificate.
 os.environ.pop("SSL_CERT_FILE", None)
@@ -159,6 +165,8 @@ LONG_FILES = frozenset(
     engine/test_lora engine/test_lora_models engine/test_lora_many engine/test_lora_peft engine/test_quantized_formats
     engine/test_quantized_experts engine/test_hostile_files engine/test_engine_live engine/test_engines_live
     engine/test_kv_cache_fp8 engine/test_hybrid_engine engine/test_ranks_drafts engine/test_draft_heads
+    engine/test_expert_engines engine/test_stages_engine engine/test_encoder_decoders engine/test_media_models
+    engine/test_quantized_files engine/test_launched server/test_fuzz_openapi server/test_engines_server
     worker/test_dry_run models/test_parity ops/test_cpu_tiles
     compat/test_programs server/test_hosting_doors server/test_hosting_life server/test_lora_api server/test_examples
     server/test_recipes server/test_structured_api plain/text/test_parse_tools plain/sched/test_fuzz
