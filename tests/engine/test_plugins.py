@@ -124,7 +124,7 @@ def test_a_class_that_cannot_be_found_is_one_clear_error(tmp_path):
         tokens(tmp_path, model_class_overrides={"LlamaForCausalLM": "no_such_module:Thing"})
 
 
-def test_registrations_reach_an_engine_in_another_process(tmp_path):
+def test_registrations_reach_an_engine_in_another_process(tmp_path, warm_python):
     """Through the configuration: the class is importable, so its path is what crosses."""
     folder = tmp_path / "model"
     model = make_tiny("LlamaForCausalLM", folder)
@@ -140,10 +140,8 @@ def test_registrations_reach_an_engine_in_another_process(tmp_path):
         "    llm.close()\n"
     )
     (tmp_path / "program.py").write_text(program)
-    environment = env.child_environment({"QUIRE_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(tmp_path)})
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")], env=environment, capture_output=True, text=True, timeout=120
-    )
+    environment = env.child_environment({"QUIRE_ENABLE_V1_MULTIPROCESSING": "1"})
+    done = warm_python.run(tmp_path / "program.py", env=environment, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.strip().splitlines()[-1]) == follow(model, -1)
 

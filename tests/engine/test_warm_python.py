@@ -20,6 +20,8 @@ import atexit, os, sys
 print([name for name in ("quire", "vllm", "tests", "torch", "tests.warm_python") if name in sys.modules])
 print(sys.argv[1:], os.environ.get("GIVEN"), os.environ.get("HOME"), os.getcwd(), sys.stdin.read() == "")
 print(sys.path[0] == os.path.dirname(__file__), __name__, sys.modules["__main__"].PROGRAM)
+def one(given: int) -> None: ...
+print(one.__annotations__["given"])
 atexit.register(print, "left")
 sys.stderr.write("said\\n")
 """.replace("print(sys.path", "PROGRAM = 'mine'\nprint(sys.path")
@@ -31,7 +33,7 @@ def test_a_program_sees_what_it_is_given_and_nothing_of_ours(warm_python: WarmPy
     given = {"GIVEN": "x", "PATH": os.environ["PATH"]}
     done = warm_python.run(program, "a", "b c", env=given, cwd=tmp_path, timeout=60)
     assert done.stdout.splitlines() == [
-        "['torch']", f"['a', 'b c'] x None {tmp_path} True", "True __main__ mine", "left",
+        "['torch']", f"['a', 'b c'] x None {tmp_path} True", "True __main__ mine", "<class 'int'>", "left",
     ]  # fmt: skip
     assert (done.stderr, done.returncode) == ("said\n", 0)
     again = warm_python.run(program, env=given, cwd=tmp_path, timeout=60)

@@ -1,6 +1,6 @@
 """Every program of examples/ runs as it stands, on the embedded model; clients ask a server with the flags named.
-Clients, `offline` and `batch_file` each run in an interpreter of their own, the others in forks of one that has torch
-imported (tests/warm_python.py)."""
+`stream_client`, `offline` and `batch_file` each run in an interpreter of their own, the others in forks of one that has
+torch imported, and for clients openai (tests/warm_python.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.warm_python import WarmPython
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
 CLIENTS = {path.stem for path in PROGRAMS if "from openai import" in path.read_text()}
-FRESH = {*CLIENTS, "batch_file", "offline"}  # batch_file needs no torch itself: it starts a command
+FRESH = {"stream_client", "batch_file", "offline"}  # batch_file needs no torch itself: it starts a command
 SHOWN = {
     "agent": r"(?s)(add|count_letters)\(\{.*\}\) -> .*\nanswer after \d turns: .+",
     "batch_file": r"(?s)river: ['\"].+\ncolour: ['\"].+\nanimal: ['\"].+",
@@ -65,7 +65,8 @@ def test_it_runs(path: Path, request: pytest.FixtureRequest, tmp_path: Path) -> 
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ, cwd=tmp_path)
     else:
         warm: WarmPython = request.getfixturevalue("warm_python")
-        done = warm.run(path, *arguments, env=os.environ, cwd=tmp_path, timeout=300)
+        more = ("openai",) if path.stem in CLIENTS else ()
+        done = warm.run(path, *arguments, env=os.environ, cwd=tmp_path, timeout=300, more=more)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(SHOWN[path.stem], done.stdout), done.stdout
     assert not list(tmp_path.iterdir()), "an example leaves nothing behind"

@@ -16,10 +16,10 @@ fuzz = pytest.importorskip("tests.server.fuzz", reason="needs schemathesis")
 
 
 def test_generated_requests(fake: Live) -> None:
-    tally = fuzz.fuzz(fake, 120)
+    tally = fuzz.fuzz(fake, 70)
     fuzz.is_alive(fake)
-    assert tally.requests >= 100
-    assert tally.of(200) >= 20 and tally.of(400) >= 20, tally.by_status  # both kinds were really met
+    assert tally.requests >= 60
+    assert tally.of(200) >= 12 and tally.of(400) >= 12, tally.by_status  # both kinds were really met
 
 
 def test_the_page(fake: Live) -> None:

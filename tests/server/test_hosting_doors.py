@@ -20,7 +20,9 @@ import httpx
 import pytest
 import uvicorn
 
+from quire.schema.errors import ConfigError
 from quire.server import limits
+from quire.server.middleware import _users_own as users_own
 from tests.server.hosted import Hosted, completion, hosted, started, wait_until
 
 KEYS = ("first-key", "second-key")
@@ -152,9 +154,15 @@ def test_middleware_of_ones_own(server):
 
 
 @pytest.mark.parametrize("path", ["tests.server.layers:NEITHER", "tests.server.layers:Nobody", "no.such.module:Layer"])
-def test_middleware_that_is_none_is_refused_by_name(tmp_path, path):
+def test_middleware_that_is_none_is_refused_by_name(path):
+    with pytest.raises(ConfigError, match=path):
+        users_own(path)
+
+
+def test_a_server_whose_middleware_is_none_does_not_start(tmp_path):
     from tests.fake_engine import write_model
 
+    path = "tests.server.layers:NEITHER"
     with started(write_model(tmp_path), "--port", "0", "--middleware", path) as wrong:
         assert wrong.wait() == 1 and path in wrong.lines[-1]
 
