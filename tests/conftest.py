@@ -27,7 +27,7 @@ os.environ.setdefault("QUIRE_AUDIT", "1")
 os.environ.setdefault("QUIRE_CPU_KVCACHE_SPACE", "0.5")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Of the user's cache only kernels for GPUs are read or written. What the embedded model is packed to is kept for
-    # the processes of this run, which load it more than a hundred times.
+    # the processes of this run, many of which load it.
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.expanduser("~/.cache/quire/triton"))
     _cache = tempfile.TemporaryDirectory(prefix="quire-tests-")  # removed when this process ends
     os.environ["QUIRE_CACHE_ROOT"] = _cache.name
