@@ -7,7 +7,7 @@ is wrong with a prompt is told when its own turn comes. Must not know: engines, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -70,8 +70,15 @@ class MediaAhead:
         try:
             prompt = Prompt.of(source)
             media = prompt.loaded_media or prompt.media
-            if not prompt.media or has_items(prompt) or self._inputs.media.known(media) is not None:
+            is_loaded = has_items(prompt) or self._inputs.media.known(media) is not None
+            if not prompt.media or is_loaded or _names_others(media):
                 return _LoadingPrompt(source, None)
             return _LoadingPrompt(prompt, self._inputs.begin_media(prompt))
         except QuireError:  # which it will meet again
             return _LoadingPrompt(source, None)
+
+
+def _names_others(media: Any) -> bool:
+    """Whether an item is only named by its uuid: the prompts before may have to bring it."""
+    values = media.values() if isinstance(media, Mapping) else ()
+    return any(one is None for value in values for one in (value if isinstance(value, list | tuple) else [value]))

@@ -72,3 +72,10 @@ def test_a_prompt_that_is_refused_ends_the_call(llm: LLM) -> None:
         answers(llm, [draw(200), draw(201), wrong, draw(202)])
     assert not llm.llm_engine.get_num_unfinished_requests()
     assert len(answers(llm, [draw(200), draw(203)])) == 2
+
+
+def test_an_item_may_be_named_by_a_later_prompt(llm: LLM) -> None:
+    first = draw(300) | {"multi_modal_uuids": {"image": ["a"]}}
+    later = {**first, "multi_modal_data": {"image": [None]}}
+    both = answers(llm, [first, later, {**later, "multi_modal_data": {"image": None}}])
+    assert both[0] == both[1] == both[2]
