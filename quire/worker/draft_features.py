@@ -45,8 +45,8 @@ class _PairedText:
     @property
     def unread(self) -> int:
         """States that the drafter has to read before it drafts; 0: some are missing, or there is none."""
-        wanted = len(self.tokens) - 1 - self.first
-        return wanted if 0 < wanted <= self.count else 0
+        number = len(self.tokens) - 1 - self.first
+        return number if 0 < number <= self.count else 0
 
     def cut_back(self, end: int) -> None:
         """Keep no state at or after this position."""
