@@ -74,17 +74,6 @@ def test_greedy_and_drawn_rows():
     cases.check_choice(logits, rows, filters=False)
 
 
-def test_tiles_that_cannot_win_are_skipped(monkeypatch):
-    """Long parts, as many rows have them: the choice is that of short ones."""
-    logits, rows = cases.sampling_case("cpu", 5003, 5, heats=[0.0, 0.7, 1.5], top_ks=[0], top_ps=[1.0])
-    logits[3, 4000], logits[4, :4500] = torch.inf, -torch.inf
-    wanted = sample.sample_rows(logits, *rows, filters=False)
-    monkeypatch.setattr(sample, "_PARTS", 1)
-    monkeypatch.setattr(sample, "_BLOCK", 256)
-    found = sample.sample_rows(logits, *rows, filters=False)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
 def test_what_is_no_number_is_reported():
     for heat in (0.0, 0.5):
         logits, rows = cases.sampling_case("cpu", 1000, 2, heats=[heat], top_ks=[0], top_ps=[1.0])
