@@ -33,6 +33,7 @@ from quire.ops.triton import (
     moe_many,
     norm,
     rope,
+    texts,
 )  # fmt: skip
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
@@ -667,3 +668,19 @@ def test_what_the_library_multiplies_is_tried_first(grouped, monkeypatch):
         coded._library_multiplies.cache_clear()
         assert coded._library_multiplies(cpu, grouped=grouped) is outcome
     coded._library_multiplies.cache_clear()
+
+
+@pytest.mark.parametrize("kind", [HALF, WIDE])
+@pytest.mark.parametrize(("size", "window", "slopes"), [(64, 0, False), (80, 128, True)])
+def test_attention_within_texts(size, window, slopes, kind):
+    bm, bn, warps = texts.tiles_of(size, torch.float32 if kind == WIDE else torch.bfloat16)
+    kinds = dict.fromkeys(("q", "k", "v", "out"), kind) | dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32")
+    kinds |= {"slopes": WIDE if slopes else "none", "items": WHOLE, "scale": "fp32"}
+    constants = {
+        "HEADS": 12, "GROUP": 2, "SIZE": size, "WIDE": triton.next_power_of_2(size), "WINDOW": window,
+        "SLOPES": slopes, "BM": bm, "BN": bn, "EXACT": kind == WIDE,
+    }  # fmt: skip
+    made = compiled(texts._texts_kernel, kinds, constants, warps=warps, stages=2, unaligned=("items",))
+    assert made.metadata.shared <= 227 << 10
+    kinds = {"x": kind, "out": WIDE, "ends": WHOLE, "counts": WHOLE, "width": "i32"}
+    compiled(texts._sums_kernel, kinds, {"BLOCK": 128}, unaligned=("ends", "counts"))
