@@ -48,12 +48,13 @@ class WarmPython:
         self.address = f"\0quire-warm-{os.getpid()}-{id(self)}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code + f"w.serve({self.address!r}) and w.run()"],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # its end is that of this process: the interpreter ends too
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"listening\n"
+        told = self._process.stdout.readline().removeprefix(b"listening ")
+        self._known: dict[str, str] = json.loads(told)
 
     def run(
         self,
@@ -67,6 +68,9 @@ class WarmPython:
         """As `subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, ...)` would.
         `more`: what the interpreter shall have imported for this program and those after it, beside WARM."""
         argv = [str(program), *arguments]
+        if _read_once(env) != self._known:
+            command = [sys.executable, *argv]
+            return subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout)
         with contextlib.ExitStack() as stack:
             null, out, err = stack.enter_context(open(os.devnull)), *(
                 stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)
@@ -89,7 +93,7 @@ class WarmPython:
         """Meanwhile what this process starts through quire.base.procs is a fork of the interpreter."""
         procs = importlib.import_module(PROCS)
         before = procs.subprocess
-        procs.subprocess = _commands(self.address)
+        procs.subprocess = _commands(self.address, self._known)
         try:
             yield
         finally:
@@ -100,8 +104,9 @@ class WarmPython:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(60)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 class Fork:
@@ -151,9 +156,9 @@ def _read_once(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(READ_ONCE) and name != NOT_READ}
 
 
-def _commands(address: str) -> SimpleNamespace:
-    """In place of the module `subprocess` within quire.base.procs."""
-    known, processors, priority = _read_once(os.environ), os.sched_getaffinity(0), os.nice(0)
+def _commands(address: str, known: Mapping[str, str]) -> SimpleNamespace:
+    """In place of the module `subprocess` within quire.base.procs. `known`: what the interpreter has read once."""
+    processors, priority = os.sched_getaffinity(0), os.nice(0)
 
     def start(
         command: Sequence[str], *, stdin: int, pass_fds: tuple[int, ...], env: dict[str, str]
@@ -178,7 +183,9 @@ _order: dict[str, Any] = {}
 
 
 def serve(address: str) -> bool:
-    """Forks for each order. True in a fork, which has `_order` to run; False at the end."""
+    """Forks for each order. True in a fork, which has `_order` to run. Ends, with all forks, when standard input does:
+    with whoever started it."""
+    known = _read_once(os.environ)
     for name in WARM:
         importlib.import_module(name)
     if early := {name.partition(".")[0] for name in sys.modules} & {"quire", "vllm"}:
@@ -192,22 +199,27 @@ def serve(address: str) -> bool:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.collect()
     gc.freeze()
-    print("listening", flush=True)
+    print("listening", json.dumps(known), flush=True)
     lines: dict[int, socket.socket] = {}
     while True:
-        ready = select.select([listening, waker], [], [])[0]
+        ready = select.select([listening, waker, 0], [], [])[0]
+        if 0 in ready:
+            os.killpg(0, signal.SIGKILL)
         if waker in ready:
             os.read(waker, 1024)
             _tell_ends(lines)
         if listening in ready:
             line, _ = listening.accept()
             order, descriptors = _read_order(line)
+            if not order:
+                line.close()
+                continue
             for name in order.get("more", ()):
                 importlib.import_module(name)
             if (child := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _order.update(order, address=address)
+                _order.update(order, address=address, known=known)
                 for ours in (listening, line, *lines.values()):
                     ours.detach()  # the number will be another's
                 _take(dict(zip(order["targets"], descriptors, strict=True)))
@@ -219,11 +231,18 @@ def serve(address: str) -> bool:
 
 
 def _read_order(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Empty, if whoever wanted it is gone."""
     head, descriptors, _, _ = socket.recv_fds(line, 8, 64)
     length, text = int.from_bytes(head, "little"), b""
     while len(text) < length:
-        text += line.recv(length - len(text))
-    return json.loads(text), descriptors
+        if not (more := line.recv(length - len(text))):
+            break
+        text += more
+    if text and len(text) == length:
+        return json.loads(text), descriptors
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return {}, []
 
 
 def _tell_ends(lines: dict[int, socket.socket]) -> None:
@@ -241,8 +260,9 @@ def _take(descriptors: dict[int, int]) -> None:
     """Descriptors under their own numbers, and no others."""
     high = max(*descriptors, *descriptors.values()) + 1
     moved = {target: fcntl.fcntl(source, fcntl.F_DUPFD, high) for target, source in descriptors.items()}
+    kept = {0, 1, 2, *moved.values()}
     for number in map(int, os.listdir("/proc/self/fd")):
-        if 2 < number < high:
+        if number not in kept:
             with contextlib.suppress(OSError):
                 os.close(number)
     for target, source in moved.items():
@@ -287,7 +307,7 @@ class _ForksOfForks(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            module.__dict__["subprocess"] = _commands(_order["address"])
+            module.__dict__["subprocess"] = _commands(_order["address"], _order["known"])
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

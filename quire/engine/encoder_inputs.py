@@ -80,8 +80,9 @@ class EncoderInputs:
         return EncoderDecoderInputs(self._decoder_ids(decoder), decoder.text, ids, encoder.text, item)
 
     def _read_both(self, prompt: Prompt, encoder: Prompt, decoder: Prompt, keep: int | None) -> EncoderDecoderInputs:
-        if len(encoder.text or "") > _LONGER * self.most:
-            raise InputError(f"the encoder's text has {len(encoder.text or '')} characters", param="encoder_prompt")
+        length, most = len(encoder.text or ""), _LONGER * self.most
+        if length > most:
+            raise InputError(f"the encoder's text has {length} characters; the limit is {most}", param="encoder_prompt")
         ids, item = self._placed(prompt, encoder)
         if keep is not None and keep < len(ids):
             raise InputError(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.engine.inputs import InputProcessor, has_items
-from quire.schema.errors import QuireError
+from quire.schema.errors import OverloadedError, QuireError
 from quire.schema.prompt import Prompt
 
 AHEAD = 32  # prompts whose media are processed at once, or wait for their turn
@@ -43,10 +43,11 @@ class MediaAhead:
         if not self._begun:
             raise StopIteration
         prompt, futures = self._begun.popleft()
-        self._fill()
         if futures is None:
+            self._fill()
             return prompt
         loaded = self._inputs.media.loaded(futures)
+        self._fill()
         return msgspec.structs.replace(prompt, media=(), loaded_media=loaded)
 
     @property
@@ -64,7 +65,13 @@ class MediaAhead:
 
     def _fill(self) -> None:
         while self._left and len(self._begun) < AHEAD:
-            self._begun.append(self._begin(self._left.popleft()))
+            try:
+                self._begun.append(self._begin(self._left[0]))
+            except OverloadedError:
+                if self._begun:  # the queue has room again when theirs are done
+                    return
+                self._begun.append(_LoadingPrompt(self._left[0], None))  # too many by itself, as it will be told
+            self._left.popleft()
 
     def _begin(self, source: Any) -> _LoadingPrompt:
         try:
@@ -74,6 +81,8 @@ class MediaAhead:
             if not prompt.media or is_loaded or _names_others(media):
                 return _LoadingPrompt(source, None)
             return _LoadingPrompt(prompt, self._inputs.begin_media(prompt))
+        except OverloadedError:
+            raise
         except QuireError:  # which it will meet again
             return _LoadingPrompt(source, None)
 

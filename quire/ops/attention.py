@@ -283,8 +283,8 @@ def packed_attention(
 
 @packed_attention.form("cuda")
 def packed_attention_cuda(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-    """torch's flash attention, which takes 16 bits."""
-    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8:
+    """torch's flash attention, which takes 16 bits and heads of at most 256."""
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
         return packed_attention.reference(q, k, v, ends, longest, scale)
     flash = torch.ops.aten._flash_attention_forward
     out: Tensor = flash(q, k, v, ends, ends, longest, longest, 0.0, False, False, scale=scale)[0]

@@ -5,10 +5,13 @@ Bytes and numbers, over a gloo group of an engine's ranks. Must not know: what i
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+_MOST_UNDER_WAY = 64  # messages: more than steps are in flight
 
 
 class RankTalk:
@@ -17,7 +20,7 @@ class RankTalk:
     def __init__(self, group: Any, ranks: range, share: int) -> None:
         self._group, self._source = group, ranks[-share]
         self._others = [rank for rank in ranks if rank < self._source]
-        self._under_way: list[tuple[Any, Tensor]] = []
+        self._under_way: deque[list[tuple[Any, Tensor]]] = deque()  # sends of a message, which must not be freed
 
     def gather(self, number: int) -> list[int]:
         """What each rank says, by rank."""
@@ -36,13 +39,16 @@ class RankTalk:
         return [one[:length].numpy().tobytes() for one, length in zip(every, lengths, strict=True)]
 
     def tell(self, data: bytes) -> None:
-        """To the ranks of the stages before the last, if this is the first of the last. Returns at once."""
+        """To the ranks of the stages before the last, if this is the first of the last. Returns at once, unless
+        others have not heard the message so many before."""
         if distributed.get_rank() != self._source:
             return
-        self._under_way = [(sent, x) for sent, x in self._under_way if not sent.is_completed()]
-        for message in (torch.tensor([len(data)], dtype=torch.int64), _tensor(data)):
-            for rank in self._others:
-                self._under_way.append((distributed.isend(message, rank, group=self._group), message))
+        while len(self._under_way) >= _MOST_UNDER_WAY:  # gloo says that a send is over only to those who wait for it
+            for sent, _ in self._under_way.popleft():
+                sent.wait()
+        messages = (torch.tensor([len(data)], dtype=torch.int64), _tensor(data))
+        sends = [(distributed.isend(x, rank, group=self._group), x) for x in messages for rank in self._others]
+        self._under_way.append(sends)
 
     def hear(self) -> bytes:
         """What the first rank of the last stage told next."""

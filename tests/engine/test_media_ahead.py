@@ -4,6 +4,7 @@ prompt that is refused ends the call and leaves nothing behind."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,26 @@ def test_the_engine_runs_while_media_are_processed(llm: LLM, monkeypatch: pytest
     last = {"prompt": "user: <image>\nlast", "multi_modal_data": {"image": Image.new("RGB", (50, 50))}}
     assert len(answers(llm, [draw(100), draw(101), last])) == 3
     assert waited == [True]
+
+
+def test_more_items_than_the_queue_holds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that come later leave room for those before them."""
+    media = llm.llm_engine.front.inputs.media
+    process = media.family.process
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.1)
+        return process(*given)
+
+    monkeypatch.setattr(media.family, "process", slowly)
+    monkeypatch.setattr(media.workers, "_most", 3)
+    monkeypatch.setattr(media_ahead, "AHEAD", 2)
+    prompts = []
+    for seed in range(400, 408):
+        one, other = draw(seed), draw(seed + 100)
+        images = [one["multi_modal_data"]["image"], other["multi_modal_data"]["image"]]
+        prompts.append({"prompt": "user: <image> <image>", "multi_modal_data": {"image": images}})
+    assert len(answers(llm, prompts)) == len(prompts)
 
 
 def test_a_prompt_that_is_refused_ends_the_call(llm: LLM) -> None:

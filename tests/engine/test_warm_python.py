@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire.base.procs import PARENT_GONE, Child
-from tests.warm_python import WarmPython
+from tests.warm_python import WarmPython, _read_once
 
 PROGRAM = """
 import atexit, os, sys
@@ -30,7 +31,7 @@ sys.stderr.write("said\\n")
 def test_a_program_sees_what_it_is_given_and_nothing_of_ours(warm_python: WarmPython, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    given = {"GIVEN": "x", "PATH": os.environ["PATH"]}
+    given = {"GIVEN": "x", "PATH": os.environ["PATH"], **_read_once(os.environ)}
     done = warm_python.run(program, "a", "b c", env=given, cwd=tmp_path, timeout=60)
     assert done.stdout.splitlines() == [
         "['torch']", f"['a', 'b c'] x None {tmp_path} True", "True __main__ mine", "<class 'int'>", "left",
@@ -56,6 +57,36 @@ def test_a_signal_is_told_and_the_next_one_runs(warm_python: WarmPython, tmp_pat
     assert warm_python.run(program, env=os.environ, timeout=60).returncode == -signal.SIGKILL
     program.write_text("print(1)")
     assert warm_python.run(program, env=os.environ, timeout=60).stdout == "1\n"
+
+
+def test_what_torch_reads_once_is_that_of_the_program(warm_python: WarmPython, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import torch; print(torch.get_num_threads())")
+    for count in ("1", "3"):
+        env = os.environ | {"OMP_NUM_THREADS": count}
+        own = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=120)
+        assert warm_python.run(program, env=env, timeout=120).stdout == own.stdout
+
+
+OWNER = """
+import os
+from tests.warm_python import WarmPython
+made = WarmPython()
+print(made._process.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_the_interpreter_ends_with_its_owner() -> None:
+    done = subprocess.run([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, timeout=120)
+    path = Path(f"/proc/{int(done.stdout)}/stat")
+    for _ in range(600):
+        with contextlib.suppress(FileNotFoundError):
+            if path.read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.1)
+                continue
+        return
+    raise AssertionError("the interpreter is still there")
 
 
 CHILD = """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quire.media import pixels
 from quire.media.audio import Audio, resample
 from quire.media.families.base import BICUBIC, BILINEAR, HALF, Family, ProcessedItem
+from quire.media.images import check_size
 from quire.media.mel import BankOptions, log_banks
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
@@ -50,7 +51,10 @@ class Phi4Multimodal(Family):
     def _image(self, image: Image, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
 
-        side, patch = settings.box("size")[0], settings.whole("patch_size", high=1024)
+        patch = settings.whole("patch_size", high=1024)
+        side = settings.box("size")[0]
+        if side < patch:
+            raise InputError(f"size is {side}, less than a patch ({patch} pixels)", param="mm_processor_kwargs")
         columns, rows = crops_of((image.height, image.width), side, settings.whole("dynamic_hd", high=_MOST_CROPS))
         large, mask = _fitted(image, (rows, columns), side, patch)
         levels = settings.levels().apply(large)
@@ -70,12 +74,7 @@ class Phi4Multimodal(Family):
     def _audio(self, audio: Audio, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
 
-        options = BankOptions(
-            bins=settings.whole("feature_size", high=1024), rate=settings.whole("sampling_rate", high=768_000),
-            window=settings.whole("win_length", high=1 << 16), hop=settings.whole("hop_length", high=1 << 16),
-            size=settings.whole("n_fft", high=1 << 16), lowest=float(settings.get("mel_min_frequency", 0)),
-            highest=settings.number("mel_max_frequency", 7690), emphasis=settings.number("preemphasis", 0.97),
-        )  # fmt: skip
+        options = _bank_options(settings)
         samples = resample(audio, options.rate)
         if len(samples) < options.window:
             raise InputError(
@@ -88,6 +87,19 @@ class Phi4Multimodal(Family):
             num = -(-num // settings.whole(name, high=1 << 10))
         arrays = {"audio_input_features": features[None], "audio_embed_sizes": np.array([num], np.int64)}
         return ProcessedItem(arrays, self.placeholders["audio"] * num, num)
+
+
+def _bank_options(settings: Settings) -> BankOptions:
+    size = settings.whole("n_fft", low=2, high=1 << 16)
+    lowest = settings.number("mel_min_frequency", 0.0) if settings.get("mel_min_frequency") else 0.0
+    highest = settings.number("mel_max_frequency", 7690)
+    if lowest >= highest:
+        raise InputError(f"mel_min_frequency is {lowest}, not below mel_max_frequency, which is {highest}")
+    return BankOptions(
+        bins=settings.whole("feature_size", high=1024), rate=settings.whole("sampling_rate", high=768_000),
+        window=settings.whole("win_length", low=2, high=size), hop=settings.whole("hop_length", high=1 << 16),
+        size=size, lowest=lowest, highest=highest, emphasis=settings.number("preemphasis", 0.97),
+    )  # fmt: skip
 
 
 def crops_of(size: Size, side: int, most: int) -> tuple[int, int]:
@@ -109,6 +121,7 @@ def _fitted(image: Image, grid: Size, side: int, patch: int) -> tuple[Array, Arr
             f"pixels, and {_SHORTEST} are needed",
             param="multi_modal_data",
         )
+    check_size(wide, tall)
     canvas = np.full((3, tall, wide), 255, np.uint8)
     canvas[:, : size[0], : size[1]] = pixels.planes(pixels.resize(image, size, BILINEAR))
     mask = np.ones((grid[0] * (side // patch), grid[1] * (side // patch)), np.float32)

@@ -550,8 +550,11 @@ def _shared_kernel(
 
 
 def num_distances(alibi: Tensor | None) -> int:
-    """Kernels' ALIBI: 0 for none, 1 for slopes, else how many distances have learned scores."""
-    return 0 if alibi is None else alibi[0].numel()
+    """Kernels' ALIBI: 0 for none, 1 for slopes, else how many distances have learned scores. One score for every
+    distance changes no weight of attention."""
+    if alibi is None or alibi.shape[1:] == (1,):
+        return 0
+    return alibi[0].numel()
 
 
 def width_of(size: int) -> int:
