@@ -125,7 +125,7 @@ class LLM:
 
         ahead: MediaAhead = MediaAhead(self.llm_engine.front.inputs, prompts)
         try:
-            return self._run([], use_tqdm, _Coming(prepared(ahead), ahead, len(prompts)))
+            return self._run([], use_tqdm, _PromptsAhead(prepared(ahead), ahead, len(prompts)))
         finally:
             ahead.close()
 
@@ -218,7 +218,7 @@ class LLM:
     def _prepare(self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
-    def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm, coming: _Coming | None = None) -> list[Any]:
+    def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm, coming: _PromptsAhead | None = None) -> list[Any]:
         """Turn the engine until all of these have ended; results of the requested kind."""
         engine, results = self.llm_engine, dict[str, Any]()
         mine = {one.request_id for one in requests}
@@ -385,7 +385,7 @@ class LLM:
         )
 
 
-class _Coming(NamedTuple):
+class _PromptsAhead(NamedTuple):
     """Requests whose prompts are being read."""
 
     requests: Iterator[PreparedRequest]

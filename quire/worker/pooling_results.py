@@ -75,7 +75,7 @@ def class_activation(model: ModelConfig) -> str:
 
 
 @dataclass
-class Coming:
+class PendingResults:
     """Results of one step on their way to the host: `pooled` and `failed` are whole once `arrive` was called."""
 
     groups: list[tuple[list[str], list[int], Tensor, bool]] = field(default_factory=list)  # see `_add_results`
@@ -96,19 +96,19 @@ class Coming:
 
 
 @torch.inference_mode()
-def results_of(model: PoolingModel, rules: ResultRules, complete: Complete) -> Coming:
+def results_of(model: PoolingModel, rules: ResultRules, complete: Complete) -> PendingResults:
     """Results by request, and reasons for those that have none."""
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, (_, (params, _)) in enumerate(complete):
         columns = None if params.returned_token_ids is None else tuple(params.returned_token_ids)
         alike[params.task, params.use_activation, params.dimensions, columns].append(index)
-    coming = Coming()
+    coming = PendingResults()
     for members in alike.values():
         _add_or_fail(model, rules, [complete[index] for index in members], coming)
     return coming
 
 
-def _add_or_fail(model: PoolingModel, rules: ResultRules, requests: Complete, coming: Coming) -> None:
+def _add_or_fail(model: PoolingModel, rules: ResultRules, requests: Complete, coming: PendingResults) -> None:
     """An error is that of the request it comes from: where several fail together, each is tried alone."""
     try:
         _add_results(model, rules, requests, coming)
@@ -121,7 +121,7 @@ def _add_or_fail(model: PoolingModel, rules: ResultRules, requests: Complete, co
         coming.failed[requests[0][0]] = f"the result could not be computed ({type(wrong).__name__})"
 
 
-def _add_results(model: PoolingModel, rules: ResultRules, requests: Complete, coming: Coming) -> None:
+def _add_results(model: PoolingModel, rules: ResultRules, requests: Complete, coming: PendingResults) -> None:
     """Of requests with the same parameters: their names, rows of each, the values of all, whether each has one row."""
     params = requests[0][1][0]
     vectors = [model.term_weights(one) if rules.weighs_terms else one for _, (_, one) in requests]

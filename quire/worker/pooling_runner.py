@@ -29,7 +29,7 @@ from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import StepShape, build, places_of, shape_of
 from quire.worker.kv_memory import KVMemory
 from quire.worker.moves import BlockCopies
-from quire.worker.pooling_results import Coming, ResultRules, results_of
+from quire.worker.pooling_results import PendingResults, ResultRules, results_of
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class PendingPooled:
     """One step's results on their way to the host; complete once `ready` has passed (None: at once)."""
 
     plan: StepPlan
-    coming: Coming
+    coming: PendingResults
     seconds: float = 0.0
     ready: torch.cuda.Event | None = None
 
