@@ -29,6 +29,8 @@ from tests.tiny_adapters import greedy, merge, write_adapter
 from tests.tiny_models import make_tiny
 from tests.warm_python import WarmPython
 
+# Lines of several processes stay whole: an unbuffered stream writes a line's end by itself.
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 PROGRAMS = Path(__file__).parent / "programs"
 PROMPTS = [
     "Hello, my name is",
@@ -48,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(program: str, *arguments: str, **variables: str) -> str:
     command = [sys.executable, str(PROGRAMS / f"{program}.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=BUFFERED | variables)
     return printed_by(done, program)
 
 
@@ -269,9 +271,7 @@ def test_data_parallel(tmp_path: Path) -> None:
 def torchrun(program: str, count: int, *words: str) -> str:
     path = str(PROGRAMS / f"{program}.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", path, *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=BUFFERED | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
