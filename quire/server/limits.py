@@ -94,6 +94,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """A loop that was busy runs its timers before it reads what has come meanwhile. Closing over unread bytes would
         reset the connection, and the client could not know whether its request was heard."""
+        if self.transport.is_closing():  # a connection that was reset leaves its timer
+            return
         if self._has_unread():
             self._wait_for_request()
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -116,3 +117,16 @@ def test_what_is_no_request_does_not_keep_a_connection(server: Server, later: by
 
 def test_idle_connections_are_kept_longer_than_by_clients_and_proxies() -> None:
     assert env.HTTP_TIMEOUT_KEEP_ALIVE.get() > 60
+
+
+def test_a_connection_that_was_reset_leaves_nothing_to_do(server: Server) -> None:
+    broken: list[dict[str, Any]] = []
+    server.loop.call_soon_threadsafe(server.loop.set_exception_handler, lambda loop, what: broken.append(what))
+    connection = server.connect()
+    assert ask(connection) == b"ok"
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    later = server.connect()
+    assert ask(later) == b"ok"
+    assert later.sock.recv(1) == b""  # its time is up, and with it that of the one before
+    assert not broken
