@@ -65,5 +65,8 @@ def test_preempted_answers_are_the_same(served: Served) -> None:
         return fill()
 
     planner.fill = disturbed  # type: ignore[method-assign]
-    assert agree(served.answers([served.prompt(given) for given in inputs]), expected)
+    try:
+        assert agree(served.answers([served.prompt(given) for given in inputs]), expected)
+    finally:
+        del planner.fill
     assert num_preempted >= 2
