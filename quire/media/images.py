@@ -7,6 +7,7 @@ orientation follows EXIF where bytes are decoded, as transformers does. Must not
 from __future__ import annotations
 
 import io
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ _MODES = (
     "F",
 )
 WHITE = (255, 255, 255)
+_LAZY_PIXELS = threading.Lock()
 
 
 def pillow() -> Any:
@@ -119,10 +121,20 @@ def read_image(value: Any, options: Mapping[str, Any] | None = None) -> Image:
     lib = pillow()
     if isinstance(value, lib.Image.Image):
         check_size(value.width, value.height)
+        _read_pixels(value)
         return to_rgb(value, background_of(options))
     if isinstance(value, (bytes, bytearray, memoryview)):
         return decode_image(bytes(value), options)
     return _of_array(value, options)
+
+
+def _read_pixels(image: Image) -> None:
+    """An opened file is decoded at first use, which must not happen in two threads: prompts may share the image."""
+    try:
+        with _LAZY_PIXELS:
+            image.load()
+    except Exception as wrong:  # noqa: BLE001  the file behind it may be damaged or closed
+        raise InputError(f"the image cannot be decoded: {_short(wrong)}", param="multi_modal_data") from None
 
 
 def _of_array(value: Any, options: Mapping[str, Any] | None) -> Image:
