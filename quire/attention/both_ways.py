@@ -113,6 +113,9 @@ class WithBothWays:
             return "attention in both directions over an int8 cache is not built on CPU: choose another kv_cache_dtype"
         return self.attention.supports(spec)
 
+    def reads_pages(self, spec: KVSpec) -> bool:
+        return self.attention.reads_pages(spec)
+
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
         return self.attention.make_cache(spec, num_blocks, memory)
 
