@@ -156,7 +156,7 @@ def make_seq2seq(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALO
         about.hf_config,
         dtype=getattr(torch, about.dtype),
         max_model_len=about.max_model_len,
-        storage=storage_for(config, kernels, group),
+        storage=storage_for(config, kernels, group, whole_texts=True),
     )
     return cast(Model, model)  # whose `arch` has two parts
 
