@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, linear_act, linear_add, linear_parts, norm_linear
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows, RowCode, act_rounded, rounded_linear
+from quire.ops.streams import root, row_mean
 from quire.quant.scheme import Slot, Storage
 
 
@@ -80,6 +82,30 @@ class NormedMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.norm(self._act(self.up(x))))
+
+
+class SparseMlp(Mlp):
+    """Gates below a quantile, as that of a normal distribution with their mean and deviation, are cut to zero."""
+
+    def __init__(self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, sparsity: float,
+                 bias: bool = False) -> None:  # fmt: skip
+        super().__init__(prefix, width, ffn, storage, act=act, bias=bias)
+        self.joins = False
+        self._deviations = NormalDist().inv_cdf(sparsity)
+        self._row_mean, self._root = storage.of(row_mean), storage.of(root)
+        self._reduce = storage.group.sum_over(self.own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        wide = gate.float()
+        apart = wide - self._mean(wide)
+        cut = (apart - self._root(self._mean(apart.square())) * self._deviations).clamp(min=0.0)
+        return self.down(self._act(torch.cat((cut.to(x.dtype), up), -1)))
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over the entries of all ranks: [T, 1]."""
+        mean = self._row_mean(x)
+        return mean if self._reduce is None else self._reduce(mean * (self.own.count / self.own.whole))
 
 
 class XieluMlp(Mlp):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.layers.altup import AltUpKind
 from quire.layers.kda import KdaKind
 from quire.layers.lightning import LightningKind
 from quire.layers.moe import MoeKind
@@ -33,6 +34,10 @@ class Layer:
     qk_norm: bool = True  # False: not in this layer, although the others have one
     grow: bool = True  # False: queries of this layer are not scaled by position
     fade: float = 1.0  # factor on the decay rates of a lightning layer's state
+    ffn: int = 0  # entries of this layer's mlp; 0: the model's
+    sparsity: float = 0.0  # share of the mlp's gates that is cut to zero; 0: none
+    kv_from: int = -1  # the layer before whose keys and values this one reads; -1: its own
+    lends: bool = False  # later layers read its keys and values
     joins: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # order kept: factors of stream and attention, of stream and mlp
 
 
@@ -68,6 +73,7 @@ class Arch:
     qk_norm_bias: bool = False
     qk_norm_late: bool = False  # after the rotary embedding
     qk_norm_weight: bool = True
+    v_norm: bool = False  # values are normalised per head, without a weight
     qkv_bias: bool = False
     o_bias: bool = False
     qkv_clip: float = 0.0
@@ -82,6 +88,7 @@ class Arch:
     gate_name: str = ""  # attn_gate: the gate is a projection of this name instead
     inner_norms: tuple[str, str] = ("", "")  # names of the norms before the output projections of attention and mlp
     shared: SharedKind | None = None  # the block that layers of order shared share
+    altup: AltUpKind | None = None  # several streams, for layers of order altup
     state: Mamba2Kind | MambaKind | DeltaKind | ShortConvKind | LightningKind | KdaKind | None = None  # of such layers
     # mlp
     act: str = "silu"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from quire.layers.altup import Streams
 from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, GivenVectors, LayerCache
 from quire.layers.embed import Embedding, Head, SinePositions
@@ -189,6 +190,9 @@ class Decoder(nn.Module):
         self.positions = position_table(arch, arch.width, storage) if arch.positions and here else None
         narrow = bool(arch.embed_width) and here
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if narrow else None
+        self.streams = (
+            None if arch.altup is None else Streams(width, len(arch.layers), arch.altup, arch.norm, storage)
+        )
         self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm and here else None
 
     def _make_layers(self, arch: Arch, storage: Storage, max_model_len: int) -> None:
@@ -226,6 +230,9 @@ class Decoder(nn.Module):
         """From now on every step keeps what enters these layers, which are in rising order."""
         if self.arch.deepstack:
             raise NotBuiltError("drafts from hidden states are not built for models whose media are added after layers",
+                                param="speculative_config")  # fmt: skip
+        if self.arch.altup is not None:
+            raise NotBuiltError("drafts from hidden states are not built for models with several streams",
                                 param="speculative_config")  # fmt: skip
         taps = [Tap() for _ in layers]
         ends = [*layers, len(self.layers)]
@@ -277,6 +284,9 @@ class Decoder(nn.Module):
             if not self._is_first:
                 x, embedded = (part.contiguous() for part in x.split(self.arch.width, -1))
             batch = replace(batch, embedded=embedded)
+        if self.streams is not None:
+            batch = replace(batch, layer_inputs=self.streams.layer_inputs(batch.token_ids, x), lent={})
+            x = self.streams.open(x)
         delta: Delta = None
         deep = batch.input_vectors if self.arch.deepstack else None
         for index, stretch in enumerate(self._stretches):
@@ -286,6 +296,9 @@ class Decoder(nn.Module):
         if not self._is_last:
             x = x if delta is None else x + whole(delta)
             return x if batch.embedded is None else torch.cat((x, batch.embedded), -1)
+        if self.streams is not None:
+            x = self.streams.close(x if delta is None else x + whole(delta))
+            delta = None
         x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]
         return x if self.project_out is None else self.project_out(x)
 
