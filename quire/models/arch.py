@@ -13,6 +13,7 @@ from typing import Any
 from quire.layers.altup import AltUpKind
 from quire.layers.kda import KdaKind
 from quire.layers.lightning import LightningKind
+from quire.layers.modality_tokens import ModalityTokensKind
 from quire.layers.moe import MoeKind
 from quire.layers.norm import RMS, NormKind
 from quire.layers.rope import RopeKind
@@ -99,6 +100,7 @@ class Arch:
     # ends
     embed_scale: float = 1.0
     deepstack: int = 0  # after so many first layers, further vectors of media are added to the stream
+    modality_tokens: tuple[ModalityTokensKind, ...] = ()  # ids that are embedded otherwise
     embed_width: int = 0  # width of the token table if it differs; projected in and out
     residual_scale: float = 1.0
     positions: int = 0  # rows of a learned position table

@@ -29,6 +29,7 @@ from quire.layers.batch import Batch, GivenVectors, LayerCache
 from quire.layers.embed import Embedding, Head, SinePositions
 from quire.layers.kda import KdaKind
 from quire.layers.linear import Linear
+from quire.layers.modality_tokens import ModalityTokens
 from quire.layers.norm import NoNorm, Norm
 from quire.layers.rope import Rope, RotaryTables
 from quire.layers.stored import finish_matrices
@@ -187,6 +188,8 @@ class Decoder(nn.Module):
             Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=scale, is_cut=True)
             if embeds else _elsewhere()
         )  # fmt: skip
+        own = arch.modality_tokens if here else ()
+        self.modality_tokens = nn.ModuleList(ModalityTokens(kind, inner, storage) for kind in own)
         self.positions = position_table(arch, arch.width, storage) if arch.positions and here else None
         narrow = bool(arch.embed_width) and here
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if narrow else None
@@ -310,6 +313,8 @@ class Decoder(nn.Module):
     def _embedded(self, batch: Batch) -> Tensor:
         """[T, width] as the first layer reads it."""
         x = self.embed(batch.token_ids)
+        for tokens in self.modality_tokens:
+            x = tokens(batch.token_ids, x)
         if batch.input_vectors is not None:
             places, vectors = batch.input_vectors
             x = x.index_copy(0, places, vectors[:, : x.shape[1]].to(x.dtype))

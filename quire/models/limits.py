@@ -30,6 +30,7 @@ from quire.checkpoint.limits import (
     shown,
 )
 from quire.layers.altup import AltUpKind
+from quire.layers.modality_tokens import ModalityTokensKind
 from quire.layers.moe import MoeKind
 from quire.layers.rope import RopeKind
 from quire.layers.shared import SharedKind
@@ -82,7 +83,10 @@ def check_arch(arch: Arch) -> Arch:
         _check_shared(arch.shared)
     if arch.altup is not None:
         _check_altup(arch.altup)
-    for record in (arch, arch.norm, arch.moe, arch.state, arch.shared, arch.altup, *arch.layers):
+    for tokens in arch.modality_tokens:
+        _check_modality_tokens(tokens)
+    records = (arch.norm, arch.moe, arch.state, arch.shared, arch.altup)
+    for record in (arch, *records, *arch.modality_tokens, *arch.layers):
         if record is not None:
             _check_factors(record)
     return arch
@@ -203,6 +207,13 @@ def _check_altup(kind: AltUpKind) -> None:
     _within("laurel_rank", kind.laurel, WIDTH)
     _within("hidden_size_per_layer_input", kind.per_layer, WIDTH)
     _within("vocab_size_per_layer_input", kind.per_layer_vocab, VOCAB)
+
+
+def _check_modality_tokens(kind: ModalityTokensKind) -> None:
+    _within(f"vocab_offset of {kind.name}", kind.first, Range(0, VOCAB.most))
+    _within(f"vocab_size of {kind.name}", kind.rows, VOCAB)
+    _within(f"hidden_size of {kind.name}", kind.width, WIDTH)
+    _within(f"the id behind the tokens of {kind.name}", kind.end, Range(kind.first, kind.first + kind.rows))
 
 
 def _check_sizes(record: Any) -> None:
