@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from quire import LLM, SamplingParams
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import SPECIAL, write_tokenizer
+from tests.media_models import without_timm
 from tests.server.live import live
 
 NUM = 6
@@ -150,6 +151,25 @@ def phi_4(vocab: Tokenizer) -> Any:
     return tf.Phi4MultimodalConfig(**text(vocab), vision_config=vision, audio_config=audio)
 
 
+def gemma3n(vocab: Tokenizer) -> Any:
+    num = vocab.get_vocab_size()
+    return tf.Gemma3nConfig(
+        vision_config=tf.Gemma3nVisionConfig(
+            model_args={"channel_multiplier": 0.0625, "msfa_output_resolution": 2}, vocab_offset=num - 40, vocab_size=30
+        ),
+        audio_config=tf.Gemma3nAudioConfig(
+            hidden_size=32, conf_num_attention_heads=4, conf_num_hidden_layers=1, vocab_offset=num - 10, vocab_size=10,
+            input_feat_size=16, sscp_conv_channel_size=(8, 4),
+        ),
+        text_config=tf.Gemma3nTextConfig(
+            **text(vocab), head_dim=16, sliding_window=16, laurel_rank=4, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=num - 40, num_kv_shared_layers=0,
+        ),
+        image_token_id=vocab.token_to_id("<image_soft_token>"), audio_token_id=vocab.token_to_id("<audio_soft_token>"),
+        vision_soft_tokens_per_image=4, audio_soft_tokens_per_image=9,
+    )  # fmt: skip
+
+
 PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 # configuration, class, processor's own settings, settings of the image processor, what a template writes for an item
 CASES: dict[str, tuple[Callable[[Tokenizer], Any], str, dict[str, Any], dict[str, Any], str]] = {
@@ -217,6 +237,10 @@ PHI_4 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "dynamic_hd": 4, 
 CASES["phi 4"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|image|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
 
+GEMMA_3N = {"size": {"height": 64, "width": 64}, "do_normalize": False, "feature_size": 16}
+CASES["gemma 3n"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<image_soft_token>")
+CASES["gemma 3n, audio"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<audio_soft_token>")
+
 
 def write_model(name: str, folder: Path) -> Any:
     """A tiny random checkpoint of one of CASES; the model."""
@@ -224,7 +248,8 @@ def write_model(name: str, folder: Path) -> Any:
     write_tokenizer(folder)
     vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(3)
-    model = getattr(tf, cls)(configure(vocab)).eval().float()
+    with without_timm():
+        model = getattr(tf, cls)(configure(vocab)).eval().float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1 and not weight.any():  # Gemma 3's projection, as it is made
