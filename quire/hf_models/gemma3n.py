@@ -21,7 +21,6 @@ from transformers.models.gemma3n.modeling_gemma3n import (
 from quire.hf_models.mobilenet import OUT, mobilenet_of
 from quire.schema.errors import ConfigError
 
-
 _OWN = "mobilenetv5_300m_enc"
 
 

@@ -1,9 +1,9 @@
-"""MobileNet V5, the vision encoder of Gemma 3n, with the names that checkpoints have from timm. Written here because timm
-wants torchvision. In: pixels [images, 3, height, width]. Out: [images, 2048, side, side].
+"""MobileNet V5, the vision encoder of Gemma 3n, with the names that checkpoints have from timm. Written here because
+timm wants torchvision. In: pixels [images, 3, height, width]. Out: [images, 2048, side, side].
 
-    stem (/2) ─▶ four stages (/4 .. /32) of blocks ─▶ the last two side by side ─▶ pointwise mlp ─▶ pooled to side x side
+    stem (/2) ─▶ four stages of blocks (/4 .. /32) ─▶ the last two side by side ─▶ pointwise mlp ─▶ pooled
 
-Blocks: `edge` (a wide convolution, then a pointwise one), `inverted` (depthwise convolutions around a pointwise mlp) and
+Blocks: `edge` (a wide convolution, then a pointwise one), `inverted` (depthwise convolutions around a pointwise mlp),
 `attention` (one head of keys and values for all heads of queries). Must not know: the language model.
 """
 
@@ -165,7 +165,7 @@ class Projected(nn.Module):
         self.proj = SamePadConv(inner, outer, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x)  # type: ignore[no-any-return]
+        return self.proj(x)
 
 
 class SharedKeyAttention(nn.Module):
@@ -182,7 +182,7 @@ class SharedKeyAttention(nn.Module):
         q = self.query(x).unflatten(1, (self.heads, -1)).flatten(3).mT  # [N, heads, places, size]
         k, v = self.key(x).expand(-1, self.heads, -1, -1), self.value(x).expand(-1, self.heads, -1, -1)
         out = F.scaled_dot_product_attention(q, k, v).mT.flatten(1, 2)
-        return self.output(out.unflatten(2, x.shape[2:]))  # type: ignore[no-any-return]
+        return self.output(out.unflatten(2, x.shape[2:]))
 
 
 class AttentionBlock(nn.Module):
@@ -216,7 +216,7 @@ class Fusion(nn.Module):
             out = F.interpolate(out, size=(self.side, self.side), mode="bilinear")
         elif (height, width) != (self.side, self.side):
             out = F.avg_pool2d(out, (height // self.side, width // self.side))
-        return self.norm(out)  # type: ignore[no-any-return]
+        return self.norm(out)
 
 
 _BLOCKS: dict[str, Any] = {"edge": EdgeBlock, "inverted": InvertedBlock, "attention": AttentionBlock}
@@ -245,7 +245,7 @@ class MobileNetV5(nn.Module):
         for stage in self.blocks:
             x = stage(x)
             outputs.append(x)
-        return self.msfa(*outputs[-2:])  # type: ignore[no-any-return]
+        return self.msfa(*outputs[-2:])
 
 
 def rounded(channels: float, step: int = 8) -> int:

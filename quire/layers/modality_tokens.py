@@ -1,5 +1,5 @@
-"""Token ids that belong to a modality: their vectors come from a table of the modality's encoder, normalised and projected
-to the width of the language model, and not from the table of words. Must not know: encoders, media.
+"""Token ids that belong to a modality: their vectors come from a table of the modality's encoder, normalised and
+projected to the width of the language model, and not from the table of words. Must not know: encoders, media.
 """
 
 from __future__ import annotations

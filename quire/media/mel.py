@@ -1,5 +1,5 @@
-"""Log-mel spectrograms as Whisper's feature extractor makes them, filter banks as Kaldi does, and magnitudes as those of
-Universal Speech Models (Gemma 3n).
+"""Log-mel spectrograms as Whisper's feature extractor makes them, filter banks as Kaldi does, and magnitudes as
+those of Universal Speech Models (Gemma 3n).
 
 In: samples at the extractor's rate. Out: float32 (mel bins, frames), of the others (frames, bins). Must not know:
 which model reads them.

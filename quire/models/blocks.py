@@ -9,13 +9,12 @@ layers (decoder.py, encoder.py).
 from __future__ import annotations
 
 import math
-
 from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor, nn
 
-from quire.layers.altup import AltUp, LayerInput, Laurel
+from quire.layers.altup import AltUp, Laurel, LayerInput
 from quire.layers.attention import Attention, AttentionKind, BorrowingAttention, KVLayer
 from quire.layers.batch import Batch
 from quire.layers.cross import CrossAttention

@@ -53,8 +53,8 @@ class PipelineStage:
             )
         if arch.altup is not None:
             raise NotBuiltError(
-                f"pipeline_parallel_size={group.stages}: models with several streams, whose layers read keys and values of "
-                "layers before them, are not cut into stages",
+                f"pipeline_parallel_size={group.stages}: models with several streams, whose layers read keys and "
+                "values of layers before them, are not cut into stages",
                 param="pipeline_parallel_size",
                 value=group.stages,
             )

@@ -1,4 +1,4 @@
-"""MobileNet V5 beside timm: names and shapes of all weights, and outputs, as timm 1.0.31 gave them for the same numbers.
+"""MobileNet V5 beside timm: names and shapes of all weights, and outputs, as timm 1.0.31 gave them for the same ones.
 
 timm wants torchvision, so what it gave is written down here. Where both are installed, `python -m
 tests.hf_models.test_mobilenet` prints it anew.
@@ -23,7 +23,8 @@ CASES: list[tuple[dict[str, Any], tuple[int, int], tuple[float, ...]]] = [
         0.3347, 0.28781, -0.42875, 1.27512, -0.90297, -0.58768, 0.37646, -1.31429, 0.78618, -0.77374, 0.1786, 0.41534,
     )),  # as large as the last stage but one
     ({"channel_multiplier": 0.0625, "msfa_output_resolution": 2}, (64, 64), (
-        0.17555, -0.11658, -2.15764, 1.69332, -0.04018, -0.06011, -1.13786, -0.55866, 0.86813, 0.10791, 0.28859, 0.39822,
+        0.17555, -0.11658, -2.15764, 1.69332, -0.04018, -0.06011, -1.13786, -0.55866, 0.86813, 0.10791, 0.28859,
+        0.39822,
     )),  # pooled
     ({"channel_multiplier": 0.0625, "msfa_output_resolution": 3}, (70, 90), (
         -0.0556, -0.32057, -1.53721, 1.02399, -0.07763, 0.41045, 0.30666, 0.03293, 0.95547, -0.94774, 0.00232, -0.11554,
@@ -74,7 +75,7 @@ def test_outputs_are_those_of_timm(
 
 @pytest.mark.parametrize("arguments", [{"depth": 3}, {"msfa_output_resolution": 0}, {"channel_multiplier": 1e9}])
 def test_other_arguments_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="vision_config.model_args is"):
+    with pytest.raises(ConfigError, match=r"vision_config\.model_args is"):
         mobilenet_of(arguments)
 
 

@@ -104,8 +104,8 @@ def _lenders(c: View, kinds: list[str], count: int) -> list[int]:
     absent = sorted({kind for kind in kinds[first:] if kind not in last})
     if absent:
         raise ConfigError(
-            f"the last {shared} layers share keys and values (num_kv_shared_layers), and no layer before them is of type "
-            f"{absent[0]!r}", param="num_kv_shared_layers", value=shared,
+            f"the last {shared} layers share keys and values (num_kv_shared_layers), and no layer before them is of "
+            f"type {absent[0]!r}", param="num_kv_shared_layers", value=shared,
         )  # fmt: skip
     return [-1 if index < first else last[kind] for index, kind in enumerate(kinds)]
 
