@@ -256,9 +256,9 @@ def rounded(channels: float, step: int = 8) -> int:
 
 def mobilenet_of(arguments: Mapping[str, Any] | None) -> MobileNetV5:
     """From `model_args` of a configuration."""
-    given = dict(arguments or {})
-    side, multiplier = given.pop("msfa_output_resolution", 16), given.pop("channel_multiplier", 1.0)
-    if given or not isinstance(side, int) or not 1 <= side <= 256 or not 0 < multiplier <= 8:
+    rest = dict(arguments or {})
+    side, multiplier = rest.pop("msfa_output_resolution", 16), rest.pop("channel_multiplier", 1.0)
+    if rest or not isinstance(side, int) or not 1 <= side <= 256 or not 0 < multiplier <= 8:
         raise ConfigError(
             f"vision_config.model_args is {str(arguments)[:200]}: expected msfa_output_resolution from 1 to 256 and "
             "channel_multiplier above 0, up to 8", param="vision_config",

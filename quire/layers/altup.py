@@ -65,8 +65,8 @@ class AltUp(nn.Module):
 
     def correct(self, streams: Tensor, computed: Tensor) -> Tensor:
         """`computed` [T, width]: what the layer made of the active stream."""
-        told = computed - streams[:, self.kind.active]
-        return self._correct(streams, told, self.correction(self._route(computed)))
+        innovation = computed - streams[:, self.kind.active]
+        return self._correct(streams, innovation, self.correction(self._route(computed)))
 
     def gate_input(self, streams: Tensor) -> Tensor:
         active = streams[:, self.kind.active].contiguous()
@@ -103,7 +103,7 @@ class LayerInput(nn.Module):
         return self.norm(self.up(self._act(self.gate(x)) * vector))
 
 
-class Streams(nn.Module):
+class AltUpStreams(nn.Module):
     """What stands before and behind the layers."""
 
     def __init__(self, width: int, num_layers: int, kind: AltUpKind, norm: NormKind, storage: Storage) -> None:

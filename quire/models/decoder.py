@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quire.layers.altup import Streams
+from quire.layers.altup import AltUpStreams
 from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, GivenVectors, LayerCache
 from quire.layers.embed import Embedding, Head, SinePositions
@@ -193,7 +193,9 @@ class Decoder(nn.Module):
         self.positions = position_table(arch, arch.width, storage) if arch.positions and here else None
         narrow = bool(arch.embed_width) and here
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if narrow else None
-        self.streams = None if arch.altup is None else Streams(width, len(arch.layers), arch.altup, arch.norm, storage)
+        self.streams = (
+            None if arch.altup is None else AltUpStreams(width, len(arch.layers), arch.altup, arch.norm, storage)
+        )
         self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm and here else None
 
     def _make_layers(self, arch: Arch, storage: Storage, max_model_len: int) -> None:

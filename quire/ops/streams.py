@@ -30,10 +30,10 @@ def mix_streams(x: Tensor, coefs: Tensor) -> Tensor:
 
 
 @op
-def correct_streams(x: Tensor, told: Tensor, factors: Tensor) -> Tensor:
-    """x [T, n, W] + told [T, W] * (1 + factors [T, n]): what one stream learned is told to all."""
+def correct_streams(x: Tensor, innovation: Tensor, factors: Tensor) -> Tensor:
+    """x [T, n, W] + innovation [T, W] * (1 + factors [T, n]): what one stream learned reaches all."""
     gains = factors.float() + 1.0
-    return (x.float() + told.float()[:, None] * gains[..., None]).to(x.dtype)
+    return (x.float() + innovation.float()[:, None] * gains[..., None]).to(x.dtype)
 
 
 keep_apart(root)

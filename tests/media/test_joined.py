@@ -353,6 +353,33 @@ def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
     assert int(logits.argmax()) == output.outputs[0].token_ids[0]
 
 
+def test_an_image_and_audio_in_one_prompt(tmp_path: Path) -> None:
+    """Of Gemma 3n, in an order of their own, beside transformers."""
+    model = write_model("gemma 3n", tmp_path)
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    special = [vocab.token_to_id(one) for one in SPECIAL]
+    params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
+                            logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
+    data = {"image": ITEMS["image"], "audio": TONE}
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+        prompt = {"prompt": "a <audio_soft_token> b <image_soft_token> c", "multi_modal_data": data}
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        media = llm.llm_engine.front.inputs.media
+        items = media.loaded(media.load(data)).items
+    known = {key: torch.from_numpy(np.array(array)) for several in items.values() for one in several
+             for key, array in one.item.arrays.items()}  # fmt: skip
+    assert known.keys() == {"pixel_values", "input_features", "input_features_mask"}
+    said = output.outputs[0]
+    ids = torch.tensor([[*output.prompt_token_ids, *said.token_ids]])
+    with torch.no_grad():
+        logits = model(ids, **known).logits[0, -NUM - 1 : -1]
+    assert said.logprobs[0][said.token_ids[0]].logprob == pytest.approx(
+        float(logits[0].log_softmax(-1)[said.token_ids[0]]), abs=1e-4
+    )
+    logits[:, special] = -torch.inf
+    assert logits.argmax(-1).tolist() == list(said.token_ids)
+
+
 def test_audio_beside_an_image_has_a_projection_of_its_own(tmp_path: Path) -> None:
     """Of Phi 4. The same audio is encoded twice, alone and beside an image."""
     write_tokenizer(tmp_path)
