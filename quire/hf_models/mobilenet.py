@@ -258,7 +258,10 @@ def mobilenet_of(arguments: Mapping[str, Any] | None) -> MobileNetV5:
     """From `model_args` of a configuration."""
     rest = dict(arguments or {})
     side, multiplier = rest.pop("msfa_output_resolution", 16), rest.pop("channel_multiplier", 1.0)
-    if rest or not isinstance(side, int) or not 1 <= side <= 256 or not 0 < multiplier <= 8:
+    if (
+        rest or not isinstance(side, int) or not 1 <= side <= 256
+        or not isinstance(multiplier, int | float) or not 0 < multiplier <= 8
+    ):  # fmt: skip
         raise ConfigError(
             f"vision_config.model_args is {str(arguments)[:200]}: expected msfa_output_resolution from 1 to 256 and "
             "channel_multiplier above 0, up to 8", param="vision_config",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, linear_act, linear_add, linear_parts, norm_linear
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows, RowCode, act_rounded, rounded_linear
-from quire.ops.streams import root, row_mean
 from quire.quant.scheme import Slot, Storage
 
 
@@ -89,9 +87,11 @@ class SparseMlp(Mlp):
 
     def __init__(self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, sparsity: float,
                  bias: bool = False) -> None:  # fmt: skip
+        from quire.ops.streams import root, row_mean  # lazy
+
         super().__init__(prefix, width, ffn, storage, act=act, bias=bias)
         self.joins = False
-        self._deviations = NormalDist().inv_cdf(sparsity)
+        self._deviations = float(torch.special.ndtri(torch.tensor(sparsity, dtype=torch.float64, device="cpu")))
         self._row_mean, self._root = storage.of(row_mean), storage.of(root)
         self._reduce = storage.group.sum_over(self.own)
 

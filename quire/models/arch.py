@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.layers.altup import AltUpKind
 from quire.layers.kda import KdaKind
 from quire.layers.lightning import LightningKind
-from quire.layers.modality_tokens import ModalityTokensKind
 from quire.layers.moe import MoeKind
 from quire.layers.norm import RMS, NormKind
 from quire.layers.rope import RopeKind
 from quire.layers.shared import SharedKind
 from quire.layers.ssm import DeltaKind, Mamba2Kind, MambaKind, ShortConvKind
+
+if TYPE_CHECKING:
+    from quire.layers.altup import AltUpKind
+    from quire.layers.modality_tokens import ModalityTokensKind
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from quire.layers.altup import AltUp, Laurel, LayerInput
 from quire.layers.attention import Attention, AttentionKind, BorrowingAttention, KVLayer
 from quire.layers.batch import Batch
 from quire.layers.cross import CrossAttention
@@ -296,6 +295,8 @@ class AltUpBlock(DecoderBlock):
     stream is all of them side by side; nothing is left to add."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        from quire.layers.altup import AltUp, Laurel, LayerInput  # lazy
+
         super().__init__(arch, index, rope, storage)
         assert arch.altup is not None
         prefix, kind, self.index = f"model.layers.{index}.", arch.altup, index

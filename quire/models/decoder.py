@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quire.layers.altup import AltUpStreams
 from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, GivenVectors, LayerCache
 from quire.layers.embed import Embedding, Head, SinePositions
 from quire.layers.kda import KdaKind
 from quire.layers.linear import Linear
-from quire.layers.modality_tokens import ModalityTokens
 from quire.layers.norm import NoNorm, Norm
 from quire.layers.rope import Rope, RotaryTables
 from quire.layers.stored import finish_matrices
@@ -49,6 +47,7 @@ from quire.schema.kv import KVSpec
 
 if TYPE_CHECKING:
     from quire.layers.adapters import StepAdapters
+    from quire.layers.altup import AltUpKind, AltUpStreams
 
 COMMON_NAMES = ((r"^(layers\.\d+|embed_tokens|norm)\.", r"model.\1."),)  # checkpoints saved without their head
 
@@ -160,6 +159,20 @@ def position_table(arch: Arch, width: int, storage: Storage) -> nn.Module:
     return Embedding("model.embed_positions", arch.positions, width, storage, offset=arch.position_offset)
 
 
+def _modality_tokens(arch: Arch, width: int, storage: Storage) -> nn.ModuleList:
+    if not arch.modality_tokens:
+        return nn.ModuleList()
+    from quire.layers.modality_tokens import ModalityTokens  # lazy
+
+    return nn.ModuleList(ModalityTokens(kind, width, storage) for kind in arch.modality_tokens)
+
+
+def _streams(arch: Arch, kind: AltUpKind, storage: Storage) -> AltUpStreams:
+    from quire.layers.altup import AltUpStreams  # lazy
+
+    return AltUpStreams(arch.width, len(arch.layers), kind, arch.norm, storage)
+
+
 def _elsewhere() -> Any:
     """Typed as the module that another stage has in its place."""
     return OtherStage()
@@ -188,14 +201,11 @@ class Decoder(nn.Module):
             Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=scale, is_cut=True)
             if embeds else _elsewhere()
         )  # fmt: skip
-        own = arch.modality_tokens if here else ()
-        self.modality_tokens = nn.ModuleList(ModalityTokens(kind, inner, storage) for kind in own)
+        self.modality_tokens = _modality_tokens(arch, inner, storage) if here else nn.ModuleList()
         self.positions = position_table(arch, arch.width, storage) if arch.positions and here else None
         narrow = bool(arch.embed_width) and here
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if narrow else None
-        self.streams = (
-            None if arch.altup is None else AltUpStreams(width, len(arch.layers), arch.altup, arch.norm, storage)
-        )
+        self.streams = None if arch.altup is None else _streams(arch, arch.altup, storage)
         self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm and here else None
 
     def _make_layers(self, arch: Arch, storage: Storage, max_model_len: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.checkpoint.limits import (
     EXPERTS,
@@ -29,8 +29,6 @@ from quire.checkpoint.limits import (
     check_config,
     shown,
 )
-from quire.layers.altup import AltUpKind
-from quire.layers.modality_tokens import ModalityTokensKind
 from quire.layers.moe import MoeKind
 from quire.layers.rope import RopeKind
 from quire.layers.shared import SharedKind
@@ -39,6 +37,10 @@ from quire.models.arch import Arch, Layer, Mla
 from quire.ops.act import known
 from quire.ops.rope import frequencies
 from quire.schema.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from quire.layers.altup import AltUpKind
+    from quire.layers.modality_tokens import ModalityTokensKind
 
 _SIZE = Range(1, 1 << 24)
 _STREAMS = Range(1, 64)

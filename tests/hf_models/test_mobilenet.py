@@ -73,7 +73,7 @@ def test_outputs_are_those_of_timm(
     assert some(output) == pytest.approx(expected, abs=2e-4)
 
 
-@pytest.mark.parametrize("arguments", [{"depth": 3}, {"msfa_output_resolution": 0}, {"channel_multiplier": 1e9}])
+@pytest.mark.parametrize("arguments", [{"depth": 3}, {"msfa_output_resolution": 0}, {"channel_multiplier": "2"}])
 def test_other_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"vision_config\.model_args is"):
         mobilenet_of(arguments)

@@ -354,20 +354,24 @@ def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
 
 
 def test_an_image_and_audio_in_one_prompt(tmp_path: Path) -> None:
-    """Of Gemma 3n, in an order of their own, beside transformers."""
+    """Of Gemma 3n, in an order of their own, beside transformers; and with the vectors of the image in its place."""
     model = write_model("gemma 3n", tmp_path)
     vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     special = [vocab.token_to_id(one) for one in SPECIAL]
     params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
                             logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
     data = {"image": ITEMS["image"], "audio": TONE}
-    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2, enable_mm_embeds=True) as llm:
         prompt = {"prompt": "a <audio_soft_token> b <image_soft_token> c", "multi_modal_data": data}
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         media = llm.llm_engine.front.inputs.media
         items = media.loaded(media.load(data)).items
-    known = {key: torch.from_numpy(np.array(array)) for several in items.values() for one in several
-             for key, array in one.item.arrays.items()}  # fmt: skip
+        known = {key: torch.from_numpy(np.array(array)) for several in items.values() for one in several
+                 for key, array in one.item.arrays.items()}  # fmt: skip
+        with torch.no_grad():
+            vectors = model.model.get_image_features(known["pixel_values"]).pooler_output
+        prompt["multi_modal_data"] = {"image": vectors.numpy(), "audio": TONE}
+        assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids
     assert known.keys() == {"pixel_values", "input_features", "input_features_mask"}
     said = output.outputs[0]
     ids = torch.tensor([[*output.prompt_token_ids, *said.token_ids]])

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.layers.altup import AltUpKind
 from quire.models.arch import Arch, Layer, each
 from quire.models.view import FULL, View, every, read, rope_parameters
 from quire.schema.errors import ConfigError
@@ -55,6 +54,8 @@ def gemma3(c: View) -> Arch:
 
 
 def gemma3n(c: View) -> Arch:
+    from quire.layers.altup import AltUpKind  # lazy
+
     count = c.num_hidden_layers
     kinds = list(c.get("layer_types", default=every(5, count)))[:count]
     sizes = _per_layer(c, "intermediate_size", [c.intermediate_size] * count, count)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.base.registry import Registry
-from quire.layers.modality_tokens import ModalityTokensKind
 from quire.models.arch import Arch, with_rope
 from quire.models.view import View
 from quire.models.zoo.defaults import DEFAULTS
 from quire.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.layers.modality_tokens import ModalityTokensKind
 
 # model_type of the language model's part -> its declaration
 TEXT_TYPES = {
@@ -137,6 +139,8 @@ def _sections(text: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _gemma3n_tokens(c: View, arch: Arch) -> tuple[ModalityTokensKind, ...]:
     """The last ids of the vocabulary: those of images, then those of audio."""
+    from quire.layers.modality_tokens import ModalityTokensKind  # lazy
+
     vision, audio = ({**_GEMMA3N[part], **(c.maybe(part) or {})} for part in _GEMMA3N)
     ends = audio["vocab_offset"], arch.vocab
     return tuple(
