@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers as tf
 from torch import Tensor
 
+from quire.hf_models.gemma3n import VisionTower
 from quire.schema.media import ArrayData, MediaItem
 from tests.tiny_models import VOCAB, write_tokenizer
 
@@ -234,6 +236,35 @@ def phi4_audio(generator: torch.Generator) -> Arrays:
     return {"audio_input_features": rand(generator, 1, 60, 16), "audio_embed_sizes": torch.tensor([8])}
 
 
+def gemma3n(**over: Any) -> Any:
+    """Ids from 200 on are embedded as those of images, from 308 on as those of audio; from 280 on, layers have no
+    vectors of their own for a token. See tests/hf_models/test_mobilenet.py for the vision encoder."""
+    text = tf.Gemma3nTextConfig(
+        **TEXT | dict(num_hidden_layers=6, intermediate_size=[96, 64, 96, 64, 96, 96]), head_dim=16, sliding_window=12,
+        num_kv_shared_layers=3, layer_types=["sliding_attention", "full_attention"] * 3, laurel_rank=4,
+        activation_sparsity_pattern=[0.6, 0.0, 0.3, 0.0, 0.0, 0.0], hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=280, altup_num_inputs=3,
+    )  # fmt: skip
+    audio = tf.Gemma3nAudioConfig(
+        vocab_size=12, vocab_offset=308, input_feat_size=16, hidden_size=32, conf_num_attention_heads=4,
+        conf_num_hidden_layers=2, conf_attention_chunk_size=4, conf_attention_context_left=5,
+        sscp_conv_channel_size=(8, 4),
+    )  # fmt: skip
+    vision = tf.Gemma3nVisionConfig(
+        model_args={"channel_multiplier": 0.0625, "msfa_output_resolution": 4}, vocab_size=108, vocab_offset=200
+    )
+    return tf.Gemma3nConfig(
+        text_config=text, vision_config=vision, audio_config=audio, vision_soft_tokens_per_image=16,
+        audio_soft_tokens_per_image=6, tie_word_embeddings=True,
+        **{"image_token_id": IMAGE, "audio_token_id": 291} | over,
+    )  # fmt: skip
+
+
+def gemma3n_audio(generator: torch.Generator) -> Arrays:
+    """The last frames are padding."""
+    return {"input_features": rand(generator, 1, 72, 16), "input_features_mask": (torch.arange(72) < 50)[None]}
+
+
 IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(both(tf.LlavaConfig, clip, llama, image_token_index=IMAGE), square),
@@ -288,6 +319,13 @@ FAMILIES: dict[str, Family] = {
             **TEXT, head_dim=16, sliding_window=12,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
             image_token_id=IMAGE, mm_tokens_per_image=16), square, types="image",
+    ),
+    "Gemma3nForConditionalGeneration": Family(
+        gemma3n, lambda generator: {"pixel_values": rand(generator, 1, 3, 64, 64)}
+    ),
+    "Gemma3nForConditionalGeneration audio": Family(
+        lambda: gemma3n(image_token_id=291, audio_token_id=IMAGE), gemma3n_audio, modality="audio",
+        written=lambda arrays: [IMAGE] * 6,
     ),
     "PaliGemmaForConditionalGeneration": Family(
         both(tf.PaliGemmaConfig, lambda: siglip(projection_dim=64), lambda: tf.GemmaConfig(**TEXT, head_dim=16),
@@ -551,12 +589,22 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
+def without_timm() -> Any:
+    """transformers' Gemma 3n takes its vision encoder from timm, which wants torchvision: here it gets ours."""
+    make = tf.AutoModel.from_config
+
+    def from_config(config: Any, *args: Any, **options: Any) -> Any:
+        return VisionTower(config) if isinstance(config, tf.Gemma3nVisionConfig) else make(config, *args, **options)
+
+    return mock.patch.object(tf.AutoModel, "from_config", from_config)
+
+
 def make_model(name: str, folder: Path, seed: int = 0) -> Any:
     """The transformers model; its checkpoint is in `folder`."""
     family = FAMILIES[name]
     tf.logging.set_verbosity_error()
     tf.logging.disable_progress_bar()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_timm():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         config = family.config()

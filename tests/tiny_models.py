@@ -63,6 +63,12 @@ ARCHS: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": {},
     "Gemma2ForCausalLM": dict(sliding_window=5, query_pre_attn_scalar=24),
     "Gemma3ForCausalLM": dict(sliding_window=5, query_pre_attn_scalar=24, num_hidden_layers=7),
+    "Gemma3nForCausalLM": dict(
+        sliding_window=5, num_hidden_layers=6, num_kv_shared_layers=3, intermediate_size=[96, 64, 96, 64, 96, 96],
+        activation_sparsity_pattern=[0.6, 0.0, 0.3, 0.0, 0.9, 0.0], hidden_size_per_layer_input=8, laurel_rank=4,
+        vocab_size_per_layer_input=300, altup_num_inputs=3, altup_active_idx=1,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
     "Phi3ForCausalLM": dict(sliding_window=5),
     "PhiForCausalLM": {},
     "OlmoForCausalLM": dict(clip_qkv=1.0),

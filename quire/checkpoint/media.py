@@ -51,6 +51,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "FuyuForCausalLM": (IMAGE,),
     "LightOnOcrForConditionalGeneration": (IMAGE,),
     "Gemma3ForConditionalGeneration": (IMAGE,),
+    "Gemma3nForConditionalGeneration": (IMAGE, AUDIO),
     "PaliGemmaForConditionalGeneration": (IMAGE,),
     "Ovis2ForConditionalGeneration": (IMAGE,),
     "PerceptionLMForConditionalGeneration": (IMAGE, VIDEO),

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from quire.base.registry import Registry
 from quire.hf_models.foreign import class_of, config_of, default_dtype, quiet
 from quire.hf_models.vision_blocks import fuse_blocks
 from quire.ops.attention import packed_attention
@@ -38,6 +39,8 @@ _CODES = (
 )  # ends of names of quantized weights
 
 
+# classes of the encoders alone, where that of the whole cannot be made
+_OWN = Registry("encoder", {"Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers"})
 # arrays whose names differ between processors and encoders, or between encoders of different transformers
 _ARGUMENTS = dict.fromkeys(("image_patches", "pixel_values_images", "pixel_values_videos"), "pixel_values")
 
@@ -210,7 +213,8 @@ def load_tower(
 ) -> Tower:
     """`is_dummy`: the weights are random."""
     config = config_of(raw, path, False)
-    kind = class_of(raw, config, path, False)
+    own = next((name for name in raw.get("architectures") or () if name in _OWN), None)
+    kind = class_of(raw, config, path, False) if own is None else _OWN.get(own)
     _without_layers(config)
     _without_quantization(config)
     if is_dummy:
@@ -223,7 +227,7 @@ def load_tower(
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
         attend_packed(module)
         fuse_blocks(module, Kernels.here(device))
-    return Tower(kind.__name__, module, dtype)
+    return Tower(own or kind.__name__, module, dtype)
 
 
 def _attend(

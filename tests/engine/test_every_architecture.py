@@ -29,7 +29,8 @@ FOUR = dict.fromkeys(
     ("Olmo3ForCausalLM", "Cohere2ForCausalLM", "CwmForCausalLM", "GraniteSWAForCausalLM",
      "GraniteMoeSWAForCausalLM", "Cohere2MoeForCausalLM", "Llama4ForCausalLM"), 50
 )  # fmt: skip
-FEW_BLOCKS = {**TWO, **FOUR, "FlintForCausalLM": 56, "Kolibri1ForCausalLM": 62, "Gemma3ForCausalLM": 84}
+FEW_BLOCKS = {**TWO, **FOUR, "FlintForCausalLM": 56, "Kolibri1ForCausalLM": 62, "Gemma3ForCausalLM": 84,
+              "Gemma3nForCausalLM": 44}  # fmt: skip
 # Most or all layers forget all but five tokens, so such a model hardly ever lacks blocks for more than one request.
 WINDOWED = ("MistralForCausalLM", "Phi3ForCausalLM", "Starcoder2ForCausalLM", "MixtralForCausalLM", *FEW_BLOCKS)
 # Layers with running states grow little or not at all, and pages are large; test_hybrid_engine.py preempts them.

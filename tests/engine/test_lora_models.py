@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, ...] | None] = {
     "Mamba2ForCausalLM": None,
     "JambaForCausalLM": None,
     "Lfm2ForCausalLM": None,  # short convolutions
+    "Gemma3nForCausalLM": None,  # streams, keys and values of other layers
 }
 
 

@@ -60,6 +60,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 THOROUGH = (
     "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration", "Ovis2ForConditionalGeneration", "Phi4MultimodalForCausalLM",
+    "Gemma3nForConditionalGeneration audio",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from quire import LLM, SamplingParams
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import SPECIAL, write_tokenizer
+from tests.media_models import without_timm
 from tests.server.live import live
 
 NUM = 6
@@ -150,6 +151,25 @@ def phi_4(vocab: Tokenizer) -> Any:
     return tf.Phi4MultimodalConfig(**text(vocab), vision_config=vision, audio_config=audio)
 
 
+def gemma3n(vocab: Tokenizer) -> Any:
+    num = vocab.get_vocab_size()
+    return tf.Gemma3nConfig(
+        vision_config=tf.Gemma3nVisionConfig(
+            model_args={"channel_multiplier": 0.0625, "msfa_output_resolution": 2}, vocab_offset=num - 40, vocab_size=30
+        ),
+        audio_config=tf.Gemma3nAudioConfig(
+            hidden_size=32, conf_num_attention_heads=4, conf_num_hidden_layers=1, vocab_offset=num - 10, vocab_size=10,
+            input_feat_size=16, sscp_conv_channel_size=(8, 4),
+        ),
+        text_config=tf.Gemma3nTextConfig(
+            **text(vocab), head_dim=16, sliding_window=16, laurel_rank=4, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=num - 40, num_kv_shared_layers=0,
+        ),
+        image_token_id=vocab.token_to_id("<image_soft_token>"), audio_token_id=vocab.token_to_id("<audio_soft_token>"),
+        vision_soft_tokens_per_image=4, audio_soft_tokens_per_image=9,
+    )  # fmt: skip
+
+
 PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 # configuration, class, processor's own settings, settings of the image processor, what a template writes for an item
 CASES: dict[str, tuple[Callable[[Tokenizer], Any], str, dict[str, Any], dict[str, Any], str]] = {
@@ -217,6 +237,10 @@ PHI_4 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "dynamic_hd": 4, 
 CASES["phi 4"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|image|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
 
+GEMMA_3N = {"size": {"height": 64, "width": 64}, "do_normalize": False, "feature_size": 16}
+CASES["gemma 3n"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<image_soft_token>")
+CASES["gemma 3n, audio"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<audio_soft_token>")
+
 
 def write_model(name: str, folder: Path) -> Any:
     """A tiny random checkpoint of one of CASES; the model."""
@@ -224,7 +248,8 @@ def write_model(name: str, folder: Path) -> Any:
     write_tokenizer(folder)
     vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(3)
-    model = getattr(tf, cls)(configure(vocab)).eval().float()
+    with without_timm():
+        model = getattr(tf, cls)(configure(vocab)).eval().float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1 and not weight.any():  # Gemma 3's projection, as it is made
@@ -326,6 +351,37 @@ def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
         logits = model(inputs_embeds=embeds, position_ids=positions).logits[0, -1]
         logits[[vocab.token_to_id(one) for one in SPECIAL]] = -torch.inf
     assert int(logits.argmax()) == output.outputs[0].token_ids[0]
+
+
+def test_an_image_and_audio_in_one_prompt(tmp_path: Path) -> None:
+    """Of Gemma 3n, in an order of their own, beside transformers; and with the vectors of the image in its place."""
+    model = write_model("gemma 3n", tmp_path)
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    special = [vocab.token_to_id(one) for one in SPECIAL]
+    params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
+                            logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
+    data = {"image": ITEMS["image"], "audio": TONE}
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2, enable_mm_embeds=True) as llm:
+        prompt = {"prompt": "a <audio_soft_token> b <image_soft_token> c", "multi_modal_data": data}
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        media = llm.llm_engine.front.inputs.media
+        items = media.loaded(media.load(data)).items
+        known = {key: torch.from_numpy(np.array(array)) for several in items.values() for one in several
+                 for key, array in one.item.arrays.items()}  # fmt: skip
+        with torch.no_grad():
+            vectors = model.model.get_image_features(known["pixel_values"]).pooler_output
+        prompt["multi_modal_data"] = {"image": vectors.numpy(), "audio": TONE}
+        assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids
+    assert known.keys() == {"pixel_values", "input_features", "input_features_mask"}
+    said = output.outputs[0]
+    ids = torch.tensor([[*output.prompt_token_ids, *said.token_ids]])
+    with torch.no_grad():
+        logits = model(ids, **known).logits[0, -NUM - 1 : -1]
+    assert said.logprobs[0][said.token_ids[0]].logprob == pytest.approx(
+        float(logits[0].log_softmax(-1)[said.token_ids[0]]), abs=1e-4
+    )
+    logits[:, special] = -torch.inf
+    assert logits.argmax(-1).tolist() == list(said.token_ids)
 
 
 def test_audio_beside_an_image_has_a_projection_of_its_own(tmp_path: Path) -> None:

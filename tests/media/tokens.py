@@ -16,6 +16,7 @@ SPECIAL = (
     "<|begin_of_video|>", "<|end_of_video|>", "<|audio|>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>",
     "<IMG_ROW>", "<IMG_END>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    "<audio_soft_token>", "<start_of_audio>", "<end_of_audio>",
 )  # fmt: skip
 CORPUS = ["What is shown here?\n\nDescribe the image, then the next.\n", "USER: hello\nASSISTANT: a picture\n\n\n"] * 8
 

@@ -44,6 +44,7 @@ SOME = (
     "Qwen3NextForCausalLM", "AfmoeForCausalLM",  # gates of attention, in q_proj and apart
     "MambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM", "Zamba2ForCausalLM", "Lfm2ForCausalLM",  # states
     "MiniMaxForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "JambaForCausalLM",
+    "Gemma3nForCausalLM",  # streams, gates cut by their mean, keys of other layers
 )  # fmt: skip
 # Fewer heads of keys than ranks, which have copies then; fewer norms of a state, over the entries of several ranks.
 FOUR = ("LlamaForCausalLM", "Olmo2ForCausalLM", "GPTBigCodeForCausalLM", "FalconH1ForCausalLM")

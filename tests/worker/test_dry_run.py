@@ -173,7 +173,10 @@ def serve(llm: LLM, rng: random.Random) -> None:
 
 
 # Layers that differ want kernels of their own, and those that are alike the same ones.
-LAYERS = {"Qwen3ForCausalLM": 1, "Qwen3MoeForCausalLM": 1, "Gemma3ForCausalLM": 6, "DeepseekV3ForCausalLM": 2}
+LAYERS = {
+    "Qwen3ForCausalLM": 1, "Qwen3MoeForCausalLM": 1, "Gemma3ForCausalLM": 6, "DeepseekV3ForCausalLM": 2,
+    "Gemma3nForCausalLM": 6,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", LAYERS)

@@ -60,7 +60,14 @@ def use_gpu_steps(monkeypatch: pytest.MonkeyPatch) -> list[UncapturedGraphs]:
 
 @pytest.mark.parametrize(
     "arch",
-    ["Qwen3ForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM"],
+    [
+        "Qwen3ForCausalLM",
+        "MistralForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Qwen3NextForCausalLM",
+        "GptOssForCausalLM",
+        "Gemma3nForCausalLM",
+    ],
 )
 def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny(arch, tmp_path)
