@@ -156,18 +156,21 @@ class Wire:
     """One end of two. `send` may be called by any thread; `receive` only by one.
 
     `sender`, if given, goes before every message: the other end is a Hub, where many drop their frames.
-    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a secret.
+    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a secret. "": `connect` says
+    later where the other end is.
     """
 
     def __init__(
         self, folder: str, *, mine: str, theirs: str, sender: bytes | None = None, secret: bytes | None = None
     ) -> None:
         self.folder = folder
-        mailboxes = _Mailboxes(folder, secret)
-        self._inbox = mailboxes.inbox(mine)
+        self._mailboxes = _Mailboxes(folder, secret)
+        self._inbox = self._mailboxes.inbox(mine)
         self.address = self._inbox.address
+        self._outbox: zmq.Socket[bytes] | None = None
         try:
-            self._outbox = mailboxes.outbox(theirs)
+            if theirs:
+                self._outbox = self._mailboxes.outbox(theirs)
         except BaseException:
             self._inbox.close()
             raise
@@ -176,10 +179,17 @@ class Wire:
         self._sending = threading.Lock()
         self._closed = False
 
-    def send(self, frames: Sequence[Frame]) -> None:
+    def connect(self, theirs: str) -> None:
+        """Once, if it was not known before."""
         with self._sending:
             if self._closed:
                 raise PeerGoneError("this end of the wire is closed")
+            self._outbox = self._mailboxes.outbox(theirs)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        with self._sending:
+            if self._closed or self._outbox is None:
+                raise PeerGoneError("this end of the wire is closed, or nobody knows where the other is")
             if self._seal is not None:
                 frames = self._seal.close(_from(self._sender), frames)
             self._outbox.send_multipart([*self._lead, *frames], copy=len(frames) == 1)
@@ -199,7 +209,8 @@ class Wire:
             if self._closed:
                 return
             self._closed = True
-            self._outbox.close(linger=int(linger * 1000))
+            if self._outbox is not None:
+                self._outbox.close(linger=int(linger * 1000))
         self._inbox.close()
 
     def remove_folder(self) -> None:

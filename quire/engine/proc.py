@@ -53,6 +53,8 @@ class EngineBoot(msgspec.Struct, kw_only=True):
     folder: str  # where the mailboxes are
     config: msgspec.Raw  # msgpack of EngineConfig
     shared: bool = False  # clients other than the owner may join
+    host: str = ""  # address on which clients of other machines may join; needs a secret
+    secret: bytes | None = None
     peers: tuple[str, ...] = ()  # folders of the engines that have experts together with this one
 
 
@@ -63,8 +65,8 @@ def mailbox(client: int) -> str:
 def main(boot_bytes: bytes) -> None:
     """An engine process, from its boot bytes to its end."""
     boot = msgspec.msgpack.decode(boot_bytes, type=EngineBoot)
-    hub = Hub(boot.folder, mine=MAILBOX)
-    hub.open(mailbox(OWNER))
+    hub = Hub(boot.folder, mine=f"tcp://{boot.host}:*" if boot.host else MAILBOX, secret=boot.secret)
+    hub.open(str(OWNER), mailbox=mailbox(OWNER))
     post = _Post(hub, Routes() if boot.shared else None)
     try:
         from quire.config import EngineConfig  # lazy
@@ -74,6 +76,8 @@ def main(boot_bytes: bytes) -> None:
         started = start_engine(config, Pulse(boot.folder), _wake(hub, boot.peers) if boot.peers else None)
         gc.collect(1)  # not what was imported, which is old
         gc.freeze()  # what the start made stays: later collections need not look through it
+        if boot.host:
+            started = started._replace(ready=msgspec.structs.replace(started.ready, address=hub.address))
         post.greet(OWNER, started.ready)
         _serve(started, post)
     except BaseException as failed:  # noqa: BLE001  # the root of the engine process: whatever ended it is its last message
@@ -123,7 +127,7 @@ class _Post:
             if not isinstance(message, ControlReply):
                 raise
             frames = self._codec.encode(reply_with_error(message.call_id, InputError(str(wrong))))
-        self.hub.send(mailbox(client), frames)
+        self.hub.send(str(client), frames)
 
 
 def _serve(started: Started, post: _Post) -> None:
@@ -182,11 +186,12 @@ class _Receiver:
             self._inbox.put(message)
         elif isinstance(message, Hello):
             self._inbox.put(routes.leave(client))  # of one that had this number before
-            self._post.hub.open(mailbox(client))
+            address = message.address if self._ready.address else ""
+            self._post.hub.open(str(client), address or None, mailbox=mailbox(client))
             self._post.greet(client, self._ready)  # the first word it hears: only now may others follow
             routes.join(client)
         elif isinstance(message, Left):
-            self._post.hub.drop(mailbox(message.client))
+            self._post.hub.drop(str(message.client))
             self._inbox.put(routes.leave(message.client))
         else:
             self._inbox.put(routes.arrive(client, message))

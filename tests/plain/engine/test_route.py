@@ -106,11 +106,11 @@ def owner(tmp_path, monkeypatch):
     made.stream(Collector())
     yield made
     made.close()
-    os.close(made.life)
+    os.close(made.mailbox.life)
 
 
 def attach(owner: ProcessClient, number: int) -> tuple[AttachedClient, Collector]:
-    client = AttachedClient(owner.folder, number, owner.life)
+    client = AttachedClient(owner.mailbox, number)
     assert client.wait_ready().client == number
     sink = Collector()
     client.stream(sink)
@@ -158,11 +158,11 @@ def test_the_engines_death_is_heard_by_all(owner):
 
 def test_sockets_are_for_this_user_alone(owner):
     one, _ = attach(owner, 1)
-    assert stat.S_IMODE(os.stat(owner.folder).st_mode) == 0o700
-    names = os.listdir(owner.folder)
+    assert stat.S_IMODE(os.stat(owner.mailbox.folder).st_mode) == 0o700
+    names = os.listdir(owner.mailbox.folder)
     assert {"engine", "client-0", "client-1", FILE} <= set(names)
     for name in names:
-        assert stat.S_IMODE(os.stat(os.path.join(owner.folder, name)).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(os.path.join(owner.mailbox.folder, name)).st_mode) == 0o600
     one.close()
 
 
