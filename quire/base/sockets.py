@@ -3,7 +3,8 @@
 In: frames (base/codec.py makes them). Out: frames, in the order sent. A Wire has one other end, a Hub has many. On one
 host the mailboxes are ipc files (0600) in a folder only this user may enter; between hosts they are TCP ports, to which
 only those can connect who know the run's secret (base/curve.py), and every message carries a seal (base/seal.py): what
-comes without a valid one is dropped and logged. A sender never blocks and never loses a frame while the peer lives.
+comes without a valid one is dropped and logged. A sender never blocks and never loses a frame while the peer lives;
+where a network has lost some nevertheless, the receiver is told so and ends.
 Whether a peer of this host lives is asked of a file descriptor that becomes readable when it dies (base/procs.py).
 Must not know what the frames mean.
 """
@@ -20,7 +21,7 @@ import zmq
 from quire.base.codec import MAX_BYTES, Frame
 from quire.base.folders import make_folder, remove_folder, sweep_folders
 from quire.base.log import logger
-from quire.base.seal import Seal, SealError
+from quire.base.seal import MissedError, Seal, SealError
 
 if TYPE_CHECKING:
     from quire.base.curve import Curve
@@ -33,6 +34,10 @@ _LAST_WORDS_MS = 300  # after a death notice: how long frames already on their w
 
 class PeerGoneError(ConnectionError):
     """The other end is dead and everything it sent has been read."""
+
+
+class FramesLostError(PeerGoneError):
+    """A connection broke and was made anew, and what was on its way meanwhile is lost: no more can be relied on."""
 
 
 def private_folder() -> str:
@@ -293,6 +298,8 @@ def _to(receiver: bytes) -> bytes:
 def _opened(seal: Seal, channel: bytes, frames: Sequence[Frame]) -> list[Frame] | None:
     try:
         return seal.open(channel, frames)
+    except MissedError as missed:
+        raise FramesLostError(f"messages were lost on the network: {missed}") from None
     except SealError as wrong:
         log.warning("A message from outside was dropped: %s", wrong)
         return None

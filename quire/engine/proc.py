@@ -17,7 +17,7 @@ import msgspec
 
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
-from quire.base.sockets import Hub, PeerGoneError
+from quire.base.sockets import FramesLostError, Hub, PeerGoneError
 from quire.config.logs import apply_logging
 from quire.engine.control import reply_with_error
 from quire.engine.loop import Inbox, failed_output
@@ -155,6 +155,8 @@ class _Receiver:
         try:
             while True:
                 self._read()
+        except FramesLostError as lost:
+            self.failed = EngineDeadError(str(lost))
         except PeerGoneError:
             pass
         except Exception as failed:  # noqa: BLE001  # the root of the receiving thread: the loop raises it once it has stopped

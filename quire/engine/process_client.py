@@ -24,7 +24,7 @@ from quire.base.codec import Codec, CodecError, Frame
 from quire.base.folders import remove_folder
 from quire.base.log import logger
 from quire.base.procs import STACKS, Child
-from quire.base.sockets import PeerGoneError, Wire, private_folder
+from quire.base.sockets import FramesLostError, PeerGoneError, Wire, private_folder
 from quire.engine.client import CLOSED, Calls, Sink, wait_for
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER
@@ -326,6 +326,8 @@ class _WireReader:
         try:
             while (error := self._read()) is None:
                 pass
+        except FramesLostError as lost:
+            error = self._die(str(lost))
         except PeerGoneError:
             error = self._die(CLOSED if self.closing else self.child.why_dead())
         except Exception as failed:  # ours: whoever waits must not wait for ever

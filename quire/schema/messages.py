@@ -13,12 +13,14 @@ from quire.schema.params import PoolingParams, ResolvedParams, sampling_of
 from quire.schema.stats import RequestTimes, StartPhase, StepStats
 from quire.schema.step import LogprobRows, Pooled
 
-_ADDRESS = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
+_ADDRESS = re.compile(r"tcp://([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3}):([0-9]{1,5})", re.ASCII)
+_LAST_PORT = 65535
 
 
 def check_address(address: str) -> None:
     """Of a mailbox on another machine; "" is none."""
-    if address and not _ADDRESS.fullmatch(address):
+    found = _ADDRESS.fullmatch(address)
+    if address and not (found and max(map(int, found.groups()[:4])) < 256 and 0 < int(found[5]) <= _LAST_PORT):
         raise ValueError(f"{address[:80]!r} is no address of a mailbox")
 
 
