@@ -47,8 +47,8 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any], *, model_only
     """In words; nothing if there are none. `model_only`: here is no engine, only who prepares requests for them."""
     compared = _MODEL if model_only else (*_MODEL, *_ENGINE)
     names = [name for name in sorted({*here, *there}) if _is_below(name, compared)]
-    found = [name for name in names if _plain(here.get(name)) != _plain(there.get(name))]
-    words = [f"{name} is {_told(there.get(name))} there and {_told(here.get(name))} here" for name in found]
+    unequal = [name for name in names if _plain(here.get(name)) != _plain(there.get(name))]
+    words = [f"{name} is {_told(there.get(name))} there and {_told(here.get(name))} here" for name in unequal]
     more = [f"and {len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else []
     return "; ".join([*words[:_MOST_NAMED], *more])
 

@@ -17,9 +17,9 @@ def node_key(what: str, param: str) -> bytes:
     """What the operator has given to all machines. `what`: why they are several, in words."""
     key = (env.NODE_KEY.get() or "").strip().encode()
     if len(key) < MIN_KEY_BYTES:
-        found = f"has {len(key)} bytes" if key else "is not set"
+        what_is = f"has {len(key)} bytes" if key else "is not set"
         raise ConfigError(
-            f"{what}: QUIRE_NODE_KEY {found}; set it to the same secret of at least {MIN_KEY_BYTES} bytes on all "
+            f"{what}: QUIRE_NODE_KEY {what_is}; set it to the same secret of at least {MIN_KEY_BYTES} bytes on all "
             "nodes, for example what `openssl rand -hex 32` prints",
             param=param,
         )

@@ -121,7 +121,7 @@ class Seat:
         self.pulse = Pulse(self.folder)
         self.address = ""
         self.error_kind = ""
-        self.machine: _Machine | None = None
+        self.machine: _RemoteMachine | None = None
         self.settled = threading.Event()  # it is ready, or never will be
 
     def open(self, address: str) -> None:
@@ -182,7 +182,7 @@ class RemoteEngine(AttachedClient):
         self._machines.clear(self._seat)
 
 
-class _Machine:
+class _RemoteMachine:
     """One that has joined."""
 
     def __init__(self, lifeline: Lifeline, seats: Sequence[Seat]) -> None:
@@ -233,7 +233,7 @@ class Machines:
         self._size, self._has_engines = parallel.data_parallel_size, parallel.data_parallel_size_local > 0
         self._stated = statement(config)  # of the server, and of the first engines, whoever has them
         self._engines_stated = self._stated if self._has_engines else None
-        self._lock, self._machines = threading.Lock(), list[_Machine]()
+        self._lock, self._machines = threading.Lock(), list[_RemoteMachine]()
         self._is_left = False
         key, ranks = _key(), parallel.engine_ranks[parallel.data_parallel_size_local :]
         with self._lock:  # nobody is welcome before all is made
@@ -262,9 +262,9 @@ class Machines:
         lifeline.send(_encode(EnginesWelcome(lifeline.hide(self.secret))))
         machine.follow()
 
-    def _seat(self, hello: EnginesHello, lifeline: Lifeline) -> _Machine:
+    def _seat(self, hello: EnginesHello, lifeline: Lifeline) -> _RemoteMachine:
         seats = [self._seats[rank] for rank in range(hello.first, hello.first + hello.number)]
-        machine = _Machine(lifeline, seats)
+        machine = _RemoteMachine(lifeline, seats)
         for seat in seats:
             seat.machine = machine
         self._machines.append(machine)
@@ -399,13 +399,13 @@ class _Engines:
 
     def _watch(self) -> None:
         """Say when an engine got anywhere; one that does not shows what it is doing."""
-        told, stuck = dict[int, Beat](), set[int]()
+        latest, stuck = dict[int, Beat](), set[int]()
         while not self._closed.wait(_LOOK_S):
             for engine in self._engines:
                 pulse, rank = engine.client.pulse, engine.rank
                 beat = pulse.read()
-                if beat != told.get(rank) and beat.steps:
-                    told[rank] = beat
+                if beat != latest.get(rank) and beat.steps:
+                    latest[rank] = beat
                     word = EnginePulse(rank, max(0.0, now() - beat.time), beat.busy, beat.paused, beat.steps)
                     self.lifeline.send(_encode(word))
                 silence = pulse.silence(None)

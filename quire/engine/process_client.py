@@ -228,8 +228,8 @@ class _Elsewhere:
         self.notice, self._folder = notice, folder
 
     def why_dead(self) -> str:
-        said = read_end(self._folder)
-        return said or "its process is gone; the log of the process that started it says how it ended"
+        reason = read_end(self._folder)
+        return reason or "its process is gone; the log of the process that started it says how it ended"
 
     def stop(self, patience: float) -> None:
         """Not ours to end."""

@@ -19,8 +19,8 @@ _LAST_PORT = 65535
 
 def check_address(address: str) -> None:
     """Of a mailbox on another machine; "" is none."""
-    found = _ADDRESS.fullmatch(address)
-    if address and not (found and max(map(int, found.groups()[:4])) < 256 and 0 < int(found[5]) <= _LAST_PORT):
+    match = _ADDRESS.fullmatch(address)
+    if address and not (match and max(map(int, match.groups()[:4])) < 256 and 0 < int(match[5]) <= _LAST_PORT):
         raise ValueError(f"{address[:80]!r} is no address of a mailbox")
 
 
