@@ -187,8 +187,8 @@ class Wire:
     def connect(self, theirs: str) -> None:
         """Once, if it was not known before."""
         with self._sending:
-            if self._closed:
-                raise PeerGoneError("this end of the wire is closed")
+            if self._closed or self._outbox is not None:
+                raise PeerGoneError("this end of the wire is closed, or connected")
             self._outbox = self._mailboxes.outbox(theirs)
 
     def send(self, frames: Sequence[Frame]) -> None:

@@ -155,8 +155,8 @@ class RemoteEngine(AttachedClient):
             if seat.departure.reason is not None:
                 raise self._why_not(seat.departure.reason)
             if not seat.address:
-                who = "it" if seat.machine else "no machine that has it joined, or it"
-                raise EngineDeadError(f"{who} was not ready after {limit} s (QUIRE_ENGINE_START_TIMEOUT_S)")
+                what = "it was not ready" if seat.machine else "no machine that has it joined"
+                raise EngineDeadError(f"{what} within {limit} s (QUIRE_ENGINE_START_TIMEOUT_S)")
             self.mailbox = self.mailbox._replace(address=seat.address)
             self._reader.wire.connect(seat.address)
             self._greet()

@@ -111,7 +111,8 @@ class _Post:
         self._codec: Codec[FromEngine] = Codec(FromEngine)
 
     def greet(self, client: int, ready: EngineReady) -> None:
-        self.send(client, msgspec.structs.replace(ready, client=client))
+        address = ready.address if client == OWNER else ""  # others have come by it
+        self.send(client, msgspec.structs.replace(ready, client=client, address=address))
 
     def emit(self, message: FromEngine) -> None:
         if self.routes is None:

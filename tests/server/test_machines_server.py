@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from quire import LLM, SamplingParams
+from quire.base import env
 from quire.base.lifeline import free_port
-from tests.fake_engine import write_model
+from tests.fake_engine import use_fake, write_model
 from tests.server.hosted import Hosted, completion, started, wait_until
 from tests.server.test_engines_server import Streaming, engine_pids, sample
 from tests.server.test_nodes_server import KEY, OPTIONS, cable, expected, folder, tokens_of, url_of
@@ -33,19 +35,18 @@ class Machines:
     def __init__(self, model: str, *more: str) -> None:
         self.port = free_port(HERE)
         where = ("--data-parallel-address", HERE, "--data-parallel-rpc-port", str(self.port))
-        self._model, self._flags = model, ("--generation-config", "vllm", "-dp", "4", *where, *more)
+        self.model, self._flags = model, ("--generation-config", "vllm", "-dp", "4", *where, *more)
 
     @contextlib.contextmanager
-    def server(self, *more: str, local: int = 2, key: str = KEY["QUIRE_NODE_KEY"]) -> Iterator[Hosted]:
-        env = {**KEY, "QUIRE_NODE_KEY": key}
-        with started(self._model, *self._flags, "-dpl", str(local), "--port", "0", *more, env=env) as made:
+    def server(self, *more: str, local: int = 2, **variables: str) -> Iterator[Hosted]:
+        with started(self.model, *self._flags, "-dpl", str(local), "--port", "0", *more, env=KEY | variables) as made:
             yield made
 
     @contextlib.contextmanager
     def node(self, *more: str, start: int = 2, number: int = 2, key: str = "", model: str = "") -> Iterator[Hosted]:
-        env = {**KEY, "QUIRE_HOST_IP": THERE} | ({"QUIRE_NODE_KEY": key} if key else {})
-        flags = (model or self._model, *self._flags, "--headless", "-dpl", str(number), "-dpr", str(start), *more)
-        with started(*flags, env=env) as made:
+        variables = {**KEY, "QUIRE_HOST_IP": THERE} | ({"QUIRE_NODE_KEY": key} if key else {})
+        flags = (model or self.model, *self._flags, "--headless", "-dpl", str(number), "-dpr", str(start), *more)
+        with started(*flags, env=variables) as made:
             yield made
 
 
@@ -148,6 +149,22 @@ def test_a_server_without_engines_and_the_order_of_its_end(machines: Machines) -
             wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
+def test_an_engine_that_is_stuck_there_is_known_here(machines: Machines) -> None:
+    with machines.server("--engine-stall-timeout", "2") as server, machines.node("--engine-stall-timeout", "2") as node:
+        ready(server)
+        stream = Streaming(server, 3)
+        assert stream.begun.wait(60), stream.error
+        victim = engine_pids(node)[1]
+        os.kill(victim, signal.SIGSTOP)
+        wait_until(lambda: server.get("/health").status_code == 503)
+        node.wait_for_line("Engine 3 is stuck: no step finished for")
+        os.kill(victim, signal.SIGCONT)
+        wait_until(lambda: server.get("/health").status_code == 200)
+        node.wait_for_line("Thread 0x")  # its stacks, where it is
+        stream.join(60)
+        assert not stream.error and server.complete("abc", 6).status_code == 200
+
+
 def test_a_killed_server_ends_its_machines(machines: Machines) -> None:
     with machines.server("--api-server-count", "2") as server, machines.node() as node:
         ready(server)
@@ -195,8 +212,35 @@ def test_an_engine_that_cannot_start_there_ends_the_start(machines: Machines) ->
         assert node.wait(60) == 1 and "lm_head" in node.log
 
 
+def test_a_machine_that_never_comes(machines: Machines) -> None:
+    with machines.server(QUIRE_ENGINE_START_TIMEOUT_S="3") as server:
+        assert server.wait(60) == 1
+        assert "engines 2, 3: no machine that has it joined within 3 s (QUIRE_ENGINE_START_TIMEOUT_S)" in server.log
+
+
+def test_a_program_instead_of_a_server(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LLM` has other defaults than a server, which the other machine has to be told."""
+    use_fake(monkeypatch)
+    monkeypatch.setenv("QUIRE_NODE_KEY", KEY["QUIRE_NODE_KEY"])
+    env.forget_all()
+    same = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "inter_token_latency_goal_ms": 0.0,
+            "max_num_queued_reqs": 0, "max_num_queued_tokens": 0}  # fmt: skip
+    flags = [word for name, value in same.items() for word in (f"--{name.replace('_', '-')}", f"{value:g}")]
+    with machines.node(*flags) as node:
+        llm = LLM(
+            machines.model, data_parallel_size=4, data_parallel_size_local=2, data_parallel_address=HERE,
+            data_parallel_rpc_port=machines.port, **same,
+        )  # fmt: skip
+        with llm:
+            texts = [f"ab{number}" for number in range(8)]
+            outputs = llm.generate(texts, SamplingParams(max_tokens=6), use_tqdm=False)
+            assert [one.outputs[0].text for one in outputs] == [(text * 6)[:6] for text in texts]
+            assert len(engine_pids(node)) == 2
+        assert node.wait(60) == 0 and "The server was shut down" in node.log
+
+
 def test_no_key_no_machines(machines: Machines) -> None:
-    with machines.server(key="") as server:
+    with machines.server(QUIRE_NODE_KEY="") as server:
         assert server.wait(60) == 1 and "QUIRE_NODE_KEY is not set" in server.log
 
 
