@@ -20,6 +20,7 @@ import fcntl
 import hmac
 import ipaddress
 import secrets
+import signal
 import socket
 import struct
 import threading
@@ -141,6 +142,25 @@ def _greet_listener(connection: socket.socket, key: bytes, limit: float) -> Life
     except BaseException:
         connection.close()
         raise
+
+
+def close_at_signals(lifeline: Lifeline, last_word: bytes = b"") -> threading.Event:
+    """SIGINT and SIGTERM end the connection, after this word; the event says that they did."""
+    stop = threading.Event()
+
+    def hang_up() -> None:
+        lifeline.send(last_word)
+        lifeline.close()
+
+    def leave(number: int, frame: object) -> None:
+        if not stop.is_set():
+            stop.set()  # the thread that was interrupted may be the one that sends, so another must
+            threading.Thread(target=hang_up, name="hang up", daemon=True).start()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, leave)
+    return stop
 
 
 class Listener:

@@ -3,7 +3,8 @@
 In: frames (base/codec.py makes them). Out: frames, in the order sent. A Wire has one other end, a Hub has many. On one
 host the mailboxes are ipc files (0600) in a folder only this user may enter; between hosts they are TCP ports, to which
 only those can connect who know the run's secret (base/curve.py), and every message carries a seal (base/seal.py): what
-comes without a valid one is dropped and logged. A sender never blocks and never loses a frame while the peer lives.
+comes without a valid one is dropped and logged. A sender never blocks and never loses a frame while the peer lives;
+where a network has lost some nevertheless, the receiver is told so and ends.
 Whether a peer of this host lives is asked of a file descriptor that becomes readable when it dies (base/procs.py).
 Must not know what the frames mean.
 """
@@ -20,7 +21,7 @@ import zmq
 from quire.base.codec import MAX_BYTES, Frame
 from quire.base.folders import make_folder, remove_folder, sweep_folders
 from quire.base.log import logger
-from quire.base.seal import Seal, SealError
+from quire.base.seal import MissedError, Seal, SealError
 
 if TYPE_CHECKING:
     from quire.base.curve import Curve
@@ -33,6 +34,10 @@ _LAST_WORDS_MS = 300  # after a death notice: how long frames already on their w
 
 class PeerGoneError(ConnectionError):
     """The other end is dead and everything it sent has been read."""
+
+
+class FramesLostError(PeerGoneError):
+    """A connection broke and was made anew, and what was on its way meanwhile is lost: no more can be relied on."""
 
 
 def private_folder() -> str:
@@ -156,18 +161,21 @@ class Wire:
     """One end of two. `send` may be called by any thread; `receive` only by one.
 
     `sender`, if given, goes before every message: the other end is a Hub, where many drop their frames.
-    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a secret.
+    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a secret. "": `connect` says
+    later where the other end is.
     """
 
     def __init__(
         self, folder: str, *, mine: str, theirs: str, sender: bytes | None = None, secret: bytes | None = None
     ) -> None:
         self.folder = folder
-        mailboxes = _Mailboxes(folder, secret)
-        self._inbox = mailboxes.inbox(mine)
+        self._mailboxes = _Mailboxes(folder, secret)
+        self._inbox = self._mailboxes.inbox(mine)
         self.address = self._inbox.address
+        self._outbox: zmq.Socket[bytes] | None = None
         try:
-            self._outbox = mailboxes.outbox(theirs)
+            if theirs:
+                self._outbox = self._mailboxes.outbox(theirs)
         except BaseException:
             self._inbox.close()
             raise
@@ -176,10 +184,17 @@ class Wire:
         self._sending = threading.Lock()
         self._closed = False
 
+    def connect(self, theirs: str) -> None:
+        """Once, if it was not known before."""
+        with self._sending:
+            if self._closed or self._outbox is not None:
+                raise PeerGoneError("this end of the wire is closed, or connected")
+            self._outbox = self._mailboxes.outbox(theirs)
+
     def send(self, frames: Sequence[Frame]) -> None:
         with self._sending:
-            if self._closed:
-                raise PeerGoneError("this end of the wire is closed")
+            if self._closed or self._outbox is None:
+                raise PeerGoneError("this end of the wire is closed, or nobody knows where the other is")
             if self._seal is not None:
                 frames = self._seal.close(_from(self._sender), frames)
             self._outbox.send_multipart([*self._lead, *frames], copy=len(frames) == 1)
@@ -199,7 +214,8 @@ class Wire:
             if self._closed:
                 return
             self._closed = True
-            self._outbox.close(linger=int(linger * 1000))
+            if self._outbox is not None:
+                self._outbox.close(linger=int(linger * 1000))
         self._inbox.close()
 
     def remove_folder(self) -> None:
@@ -282,6 +298,8 @@ def _to(receiver: bytes) -> bytes:
 def _opened(seal: Seal, channel: bytes, frames: Sequence[Frame]) -> list[Frame] | None:
     try:
         return seal.open(channel, frames)
+    except MissedError as missed:
+        raise FramesLostError(f"messages were lost on the network: {missed}") from None
     except SealError as wrong:
         log.warning("A message from outside was dropped: %s", wrong)
         return None

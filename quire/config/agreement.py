@@ -1,0 +1,75 @@
+"""What the engines of several machines must have in common to be replicas of each other, and where they do not.
+
+In: resolved configurations, each on its own machine. Out: what one says of itself, as plain data for the other, and the
+differences in words that name both values. Files may lie elsewhere on each machine, and memory, places and logs are
+each one's own. Must not know: who compares, or what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from quire.checkpoint.fingerprint import fingerprint
+from quire.config.engine import EngineConfig
+
+# A name stands for all that begins with it.
+_MODEL = (
+    "model_config.hf_config", "model_config.weights", "model_config.runner", "model_config.convert",
+    "model_config.pooler_config", "model_config.max_model_len", "model_config.max_logprobs",
+    "model_config.logprobs_mode", "model_config.enable_prompt_embeds", "enable_lora", "lora_config",
+)  # fmt: skip
+_ENGINE = (
+    "model_config.dtype", "model_config.quantization", "model_config.seed", "model_config.disable_sliding_window",
+    "model_config.model_impl", "model_config.logits_processors", "model_config.weight_form", "device_config",
+    "structured_outputs_config", "reasoning_config", "speculative_config.method",
+    "speculative_config.num_speculative_tokens", "parallel_config.tensor_parallel_size",
+    "parallel_config.pipeline_parallel_size", "parallel_config.decode_context_parallel_size",
+    "parallel_config.enable_expert_parallel", "parallel_config.enable_eplb", "cache_config.block_size",
+    "cache_config.cache_dtype", "cache_config.enable_prefix_caching", "cache_config.prefix_caching_hash_algo",
+    "scheduler_config", "kv_events_config", "optimization_level",
+)  # fmt: skip
+_MOST_NAMED = 4
+_LONGEST_VALUE = 80
+_NOTHING = "not set"
+
+
+def statement(config: EngineConfig) -> dict[str, Any]:
+    """By dotted name."""
+    stated = dict(_leaves("", msgspec.to_builtins(config)))
+    stated["model_config.weights"] = fingerprint(config.model_config.path)
+    return {name: value for name, value in stated.items() if _is_below(name, (*_MODEL, *_ENGINE))}
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any], *, model_only: bool = False) -> str:
+    """In words; nothing if there are none. `model_only`: here is no engine, only who prepares requests for them."""
+    compared = _MODEL if model_only else (*_MODEL, *_ENGINE)
+    names = [name for name in sorted({*here, *there}) if _is_below(name, compared)]
+    unequal = [name for name in names if _plain(here.get(name)) != _plain(there.get(name))]
+    words = [f"{name} is {_told(there.get(name))} there and {_told(here.get(name))} here" for name in unequal]
+    more = [f"and {len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else []
+    return "; ".join([*words[:_MOST_NAMED], *more])
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{name}.{key}" if name else str(key), inner)
+
+
+def _is_below(name: str, roots: tuple[str, ...]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def _plain(value: Any) -> Any:
+    """What has crossed a wire is a list where it was a tuple."""
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _told(value: Any) -> str:
+    text = _NOTHING if value is None else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

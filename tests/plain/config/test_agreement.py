@@ -1,0 +1,86 @@
+"""config/agreement.py and checkpoint/fingerprint.py: what machines compare before their engines serve together."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.checkpoint.fingerprint import fingerprint
+from quire.config import EngineArgs
+from quire.config.agreement import differences, statement
+from tests.plain.config.test_hints import LLAMA
+
+
+def stated(folder: Path, *, model: dict[str, Any] | None = None, weights: bytes = b"w" * 99, **options: Any) -> Any:
+    """As the other machine gets it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | (model or {})))
+    (folder / "model.safetensors").write_bytes(weights)
+    args = EngineArgs(model=str(folder), device="cpu", skip_tokenizer_init=True, **options)
+    config = args.create_engine_config()
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(statement(config)))
+
+
+def test_what_belongs_to_a_machine_may_differ(tmp_path: Path) -> None:
+    here = stated(tmp_path / "a", data_parallel_size=2, served_model_name="m", num_gpu_blocks_override=9)
+    there = stated(
+        tmp_path / "b", data_parallel_size=2, data_parallel_rank=1, hf_token="secret", kv_cache_memory_bytes=1 << 20
+    )
+    assert differences(here, there) == ""
+    assert "secret" not in repr(there) and str(tmp_path) not in repr(there)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ({"hidden_size": 128}, {}, "model_config.hf_config.hidden_size is 128 there and 64 here"),
+        ({"quirk": [1]}, {}, "model_config.hf_config.quirk is [1] there and not set here"),
+        ({}, {"max_model_len": 99}, "model_config.max_model_len is 99 there and 512 here"),
+        ({}, {"max_num_seqs": 5}, "scheduler_config.max_num_seqs is 5 there and "),
+        ({}, {"dtype": "bfloat16"}, "model_config.dtype is 'bfloat16' there and 'float32' here"),
+        ({}, {"weights": b"x" * 99}, "model_config.weights is "),
+        ({}, {"enable_lora": True}, "enable_lora is True there and False here"),
+        ({}, {"seed": 4}, "model_config.seed is 4 there and 0 here"),
+        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "num_speculative_tokens is 2"),
+    ],
+)
+def test_what_must_not(model: dict[str, Any], options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    here = stated(tmp_path / "a", dtype="float32")
+    there = stated(tmp_path / "b", model=model, **{"dtype": "float32", **options})
+    assert said in differences(here, there)
+
+
+def test_a_server_without_engines_compares_the_model_alone(tmp_path: Path) -> None:
+    here, there = stated(tmp_path / "a"), stated(tmp_path / "b", seed=4, max_num_seqs=5, dtype="bfloat16")
+    assert differences(here, there) and not differences(here, there, model_only=True)
+    other = stated(tmp_path / "c", model={"hidden_size": 128})
+    assert "hidden_size" in differences(here, other, model_only=True)
+
+
+def test_words_have_an_end(tmp_path: Path) -> None:
+    here = {f"model_config.hf_config.{name}": name * 500 for name in "abcdefgh"}
+    words = differences(here, {})
+    assert words.endswith("and 4 more") and len(words) < 1000
+
+
+def test_a_fingerprint_is_of_the_weights(tmp_path: Path) -> None:
+    files = {"model-1.safetensors": os.urandom(300_000), "model-2.safetensors": b"", "pytorch_model.bin": b"1"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    before = fingerprint(str(tmp_path))
+    (tmp_path / "README.md").write_text("other words")
+    (tmp_path / "nothing.safetensors").mkdir()
+    assert fingerprint(str(tmp_path)) == before
+    large = tmp_path / "model-1.safetensors"
+    for place in (0, 299_999):
+        changed = bytearray(files["model-1.safetensors"])
+        changed[place] ^= 1
+        large.write_bytes(changed)
+        assert fingerprint(str(tmp_path)) != before
+    large.write_bytes(files["model-1.safetensors"])
+    assert fingerprint(str(tmp_path)) == before != fingerprint(str(large)) != fingerprint(str(tmp_path / "absent"))
