@@ -60,6 +60,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 THOROUGH = (
     "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration", "Ovis2ForConditionalGeneration", "Phi4MultimodalForCausalLM",
+    "Molmo2ForConditionalGeneration",
 )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def check_chunks(served: Served, prompts: list[list[Any]], *sizes: int) -> None:
     if encoder.whole_items:
         if not served.scheduler.kv.caching:
             return  # prompts are computed whole
-        sizes = tuple(max(size, 20) for size in sizes)
+        sizes = tuple(max(size, 64 if encoder.joined else 20) for size in sizes)
     whole, expected = budget.most, served.answers(prompts)
     for chunk in sizes:
         budget.most = chunk
