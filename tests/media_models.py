@@ -281,7 +281,7 @@ def molmo2_tokens(arrays: Arrays) -> list[int]:
 
 
 def molmo2_frames(generator: torch.Generator) -> Arrays:
-    frames, each = 3, MOLMO_SIDE**2
+    frames, each = 2, MOLMO_SIDE**2
     pooled = torch.stack([torch.randperm(each, generator=generator)[:9] for _ in range(4)])
     pooled[1, 3:] = -1
     indices = torch.cat([torch.where(pooled < 0, -1, pooled + frame * each) for frame in range(frames)])

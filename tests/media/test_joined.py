@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
 from tests.media.test_pixels_oracle import picture
-from tests.media.tokens import SPECIAL, write_tokenizer
+from tests.media.tokens import MOLMO, SPECIAL, write_tokenizer
 from tests.server.live import live
 
 NUM = 6
@@ -150,6 +150,20 @@ def phi_4(vocab: Tokenizer) -> Any:
     return tf.Phi4MultimodalConfig(**text(vocab), vision_config=vision, audio_config=audio)
 
 
+def molmo2(vocab: Tokenizer) -> Any:
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8, initializer_range=0.2)
+    start, end, patch, _, low, _, frame, frame_end = (vocab.token_to_id(token) for token in MOLMO)
+    return tf.Molmo2Config(
+        vision_config=VISION | heads | dict(image_size=[28, 28], patch_size=7),
+        adapter_config=heads | dict(hidden_size=32, intermediate_size=48, text_hidden_size=64,
+                                    vision_feature_layer=[1, 0]),
+        text_config=text(vocab) | dict(vocab_size=start, additional_vocab_size=len(MOLMO), head_dim=16,
+                                       initializer_range=0.2),
+        image_start_token_id=start, image_end_token_id=end, image_patch_id=patch, low_res_image_start_token_id=low,
+        frame_start_token_id=frame, frame_end_token_id=frame_end, initializer_range=0.2,
+    )  # fmt: skip
+
+
 PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 # configuration, class, processor's own settings, settings of the image processor, what a template writes for an item
 CASES: dict[str, tuple[Callable[[Tokenizer], Any], str, dict[str, Any], dict[str, Any], str]] = {
@@ -215,6 +229,9 @@ CASES["perception lm"] = (
 CASES["perception lm, video"] = (*CASES["perception lm"][:4], "<|video|>")
 PHI_4 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "dynamic_hd": 4, "feature_size": 16}
 CASES["phi 4"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|image|>")
+MOLMO_2 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "overlap_margins": [1, 1], "max_crops": 4}
+CASES["molmo 2"] = (molmo2, "Molmo2ForConditionalGeneration", {}, MOLMO_2, "<|image|>")
+CASES["molmo 2, video"] = (*CASES["molmo 2"][:4], "<|video|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
 
 
@@ -259,6 +276,9 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
         known.pop("second_per_grid_ts", None)
     elif "Ovis2" in cls:
         known.pop("grids")
+    elif "Molmo2" in cls:
+        assert ids[0, 0] == vocab.token_to_id("<s>")
+        known["mm_token_type_ids"] = torch.isin(ids, torch.tensor([vocab.token_to_id(one) for one in MOLMO])).int()
     elif "Gemma" in cls:
         known["token_type_ids"] = (ids == vocab.token_to_id("<image_soft_token>")).long()
 
