@@ -59,7 +59,7 @@ class EncoderCache(WholeItems):
         self, capacity: int, longest: int, running: Running, *, whole_items: bool, joined: bool = False
     ) -> None:
         self.capacity = self.budget = capacity
-        self.longest, self.whole_items, self.joined, self._running = longest, whole_items, joined, running
+        self.longest, self.whole_items, self.joined, self._running = longest, whole_items or joined, joined, running
         self.left = capacity  # vectors that this step may still encode
         self.used = 0  # vectors of all entries
         self.entries: dict[str, EncodedItem] = {}
@@ -187,7 +187,7 @@ class EncoderCache(WholeItems):
 
     def _check_joined(self, media: Sequence[MediaItem]) -> None:
         length = media[-1].offset + media[-1].length - media[0].offset
-        limit = min(self.longest, self.budget)
+        limit = self.longest if len(media) == 1 else min(self.longest, self.budget)
         if length > limit:
             raise InputError(
                 f"the prompt has {length} tokens from its first media item to the end of its last, and a step takes "
