@@ -16,6 +16,7 @@ import transformers as tf
 from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
+from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import MOLMO, SPECIAL, write_tokenizer
 from tests.server.live import live
@@ -298,6 +299,36 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     assert ours.logprobs[0][expected[0]].logprob == pytest.approx(logprob, abs=1e-4)
     other = {key: -one if one.is_floating_point() and "mask" not in key else one for key, one in known.items()}
     assert abs(answered(other)[1] - logprob) > 1e-3  # the item matters
+
+
+def test_images_or_one_video_of_molmo_2(tmp_path: Path) -> None:
+    write_model("molmo 2", tmp_path)
+    image, other, video = picture(50, 90), picture(30, 30), FRAMES
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+        inputs = llm.llm_engine.front.inputs
+        for data, message in (({"video": [video, video]}, "At most 1 video"),
+                              ({"video": video, "image": image}, "items of one modality; .* video and image"),
+                              ({"audio": TONE}, "takes image, video and no audio")):  # fmt: skip
+            text = "".join(f"<|{kind}|>" for kind in data)
+            with pytest.raises(InputError, match=message):
+                llm.generate({"prompt": text, "multi_modal_data": data}, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=2)
+        prompt = {"prompt": "<|image|> and <|image|>", "multi_modal_data": {"image": [image, other]}}
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        again = {"prompt_token_ids": output.prompt_token_ids, "multi_modal_data": {"image": [image, other]}}
+        (same,) = llm.generate(again, params, use_tqdm=False)
+        assert same.prompt_token_ids == output.prompt_token_ids
+        assert same.outputs[0].token_ids == output.outputs[0].token_ids
+        media, tokenizer = inputs.media, llm.get_tokenizer()
+        loaded = media.loaded(media.load({"image": [image, other]}))
+        known = media.place(None, output.prompt_token_ids, loaded, tokenizer).items
+        ids = list(output.prompt_token_ids)
+        assert [list(np.frombuffer(item.arrays["token_ids"].data, np.int64)) for item in known] == [
+            ids[item.offset : item.offset + item.length] for item in known
+        ]
+        ids[known[0].offset] = tokenizer.token_to_id("<frame_end>")  # vectors of marks are those of the prompt's own
+        changed = media.place(None, ids, loaded, tokenizer).items
+        assert changed[0].key != known[0].key and changed[1].key == known[1].key
 
 
 TEMPLATE = (
