@@ -39,7 +39,9 @@ class Family:
     draw: Callable[[torch.Generator], Arrays]
     modality: str = "image"
     joined_by: dict[str, int] | None = None  # the dimension along which arrays of several items are joined; 0
-    types: str = ""  # what transformers' forward wants to be told of tokens: "mm", "marks", "image", "suffix" (types_of)
+    types: str = (
+        ""  # what transformers' forward wants to be told of tokens: "mm", "marks", "image", "suffix" (types_of)
+    )
     between: tuple[int, ...] = ()  # tokens between two frames of a video
     written: Callable[[Arrays], list[int]] | None = None  # the tokens of an item, if they are not all the same
     join: Callable[[list[Arrays]], Arrays] | None = None  # several items as transformers takes them; None: joined_by

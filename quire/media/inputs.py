@@ -261,7 +261,7 @@ class MediaInputs:
             for place in places
         )
         if self.family.tells_tokens:
-            placed = tuple(_told(item, ids) for item in placed)
+            placed = tuple(_with_tokens(item, ids) for item in placed)
         return Placed(text, tuple(ids), placed, order)
 
     def encoder_item(self, media: LoadedMedia) -> MediaItem:
@@ -287,13 +287,13 @@ def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mas
     return MediaItem(modality=modality, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
 
 
-def _told(item: MediaItem, ids: Sequence[int]) -> MediaItem:
+def _with_tokens(item: MediaItem, ids: Sequence[int]) -> MediaItem:
     """With the ids of its tokens, which its vectors depend on: a prompt may have come with others."""
     own = ids[item.offset : item.offset + item.length]
-    told = list(itertools.compress(own, item.takes_vector)) if item.takes_vector else own
-    data = struct.pack(f"<{len(told)}q", *told)
+    tokens = list(itertools.compress(own, item.takes_vector)) if item.takes_vector else own
+    data = struct.pack(f"<{len(tokens)}q", *tokens)
     key = f"{item.key}-{hashlib.blake2b(data, digest_size=16).hexdigest()}"
-    array = ArrayData(shape=(len(told),), dtype="int64", data=data)
+    array = ArrayData(shape=(len(tokens),), dtype="int64", data=data)
     return msgspec.structs.replace(item, key=key, arrays={**item.arrays, TOKENS: array})
 
 

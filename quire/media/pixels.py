@@ -142,8 +142,8 @@ def sampled_bytes(pixels: Array, size: Size) -> Array:
     left, right, by_column = _nearest(pixels.shape[-1], size[1])
     out = np.empty((*pixels.shape[:-2], *size), np.uint8)
     for plane, into in zip(pixels, out, strict=True):
-        lines = [_mixed(taken[:, left], taken[:, right], by_column) for taken in (plane[above], plane[below])]
-        into[:] = np.clip(np.rint(_mixed(*lines, by_row[:, None])), 0, 255)
+        upper, lower = (_mixed(taken[:, left], taken[:, right], by_column) for taken in (plane[above], plane[below]))
+        into[:] = np.clip(np.rint(_mixed(upper, lower, by_row[:, None])), 0, 255)
     return out
 
 

@@ -1,6 +1,6 @@
 """Families whose processors transformers has for torchvision only, which is not installed: their code runs over torch's
-own resizing, which torchvision calls. Grids, crops, masks, counts are equal, pixels within two levels of Pillow's; those
-of Molmo 2, which are not averaged, equal but for ties."""
+own resizing, which torchvision calls. Grids, crops, masks, counts are equal, pixels within two levels of Pillow's;
+those of Molmo 2, which are not averaged, equal but for ties."""
 
 from __future__ import annotations
 

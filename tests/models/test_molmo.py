@@ -1,4 +1,4 @@
-"""Molmo 2's decoder: its configuration as released, its table of tokens in one or two tensors, tokens without logits."""
+"""Molmo 2's decoder: its configuration as released, its table of tokens in one tensor or two, tokens without logits."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Family(abc.ABC):
     mixes_modalities = True  # a prompt may have items of several
     counts_items = False  # an item alone in its prompt is processed differently
     tells_tokens = False  # the encoder is told the ids of an item's tokens that get vectors (TOKENS)
-    begins_text = False  # a prompt with items begins with the tokenizer's first special token, or else its last
+    begins_text = False  # a prompt with items begins with the token that begins texts, or else the one that ends them
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.files = files

@@ -78,7 +78,9 @@ class Molmo2(Family):
             )
         most = settings.whole("max_crops", high=_MOST_CROPS)
         planes = pixels.planes(image)
-        rows, columns = tiling_of((image.height, image.width), (each - sum(margins)) * patch, sum(margins) * patch, most)
+        rows, columns = tiling_of(
+            (image.height, image.width), (each - sum(margins)) * patch, sum(margins) * patch, most
+        )
         crops = [pixels.sampled_bytes(planes, (side, side)), *_crops(planes, (rows, columns), side, margins, patch)]
         pooled, whole = _pooled(np.arange(each * each).reshape(each, each), pool)
         parts, grid = _pooled(_overlapped((rows, columns), each, margins), pool)

@@ -661,7 +661,9 @@ class World:
                 continue
             if settings.joined_media and encoder is not None and media:
                 assert not media[0].offset < upto < media[-1].offset + media[-1].length, "items are in several steps"
-                self.seen["joined media"] += len(media) > 1 and media[0].offset < upto and grant.start < media[-1].offset
+                self.seen["joined media"] += (
+                    len(media) > 1 and media[0].offset < upto and grant.start < media[-1].offset
+                )
             if settings.whole_media and encoder is not None:
                 assert not any(one.offset < upto < one.offset + one.length for one in media), "an item is split"
             self.seen["with media"] += any(one.offset < upto and grant.start < one.offset + one.length for one in media)

@@ -91,13 +91,13 @@ def test_joined_items_are_in_one_step() -> None:
     made.scheduler.abort(["a"])
     made.add(request("b", 12), request("c", 9, media_keys=((0, 4, "x"), (4, 4, "z"))))
     assert counts(made.step()) == {"b": 12} and counts(made.step()) == {"b": 1, "c": 9}
-    with pytest.raises(InputError, match="13 tokens from its first media item to the end of its last, .* takes 12"):
+    with pytest.raises(InputError, match=r"13 tokens from its first media item to the end of its last, .* takes 12"):
         made.add(request("d", 30, media_keys=((5, 4, "x"), (11, 7, "y"))))
 
 
 def test_joined_items_do_not_exceed_what_a_step_encodes() -> None:
     made, _ = bench(8, max_num_batched_tokens=20, joined_media=True)
-    with pytest.raises(InputError, match="10 tokens from its first media item to the end of its last, .* takes 8"):
+    with pytest.raises(InputError, match=r"10 tokens from its first media item to the end of its last, .* takes 8"):
         made.add(request("a", 30, media_keys=((5, 4, "x"), (11, 4, "y"))))
     made.add(request("b", 30, media_keys=((5, 10, "y"),)))  # alone
     assert encoded(made.step()) == ["y"]
