@@ -92,6 +92,7 @@ class BothWays(NamedTuple):
     first: int
     last: int  # exclusive
     past_window: bool = False  # a window hides nothing of the range
+    later: tuple[tuple[int, int], ...] = ()  # [first, last) of further positions behind, which these read too
 
 
 class GroupStep(NamedTuple):

@@ -109,6 +109,7 @@ class Arch:
     position_offset: int = 0
     position_kind: str = ""  # '' learned | sines, whose rates reach 1/10000 | even_sines, which stop one step before
     tie: bool = False
+    input_only: int = 0  # so many of the last token ids stand in prompts only: there are no logits for them
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
@@ -117,6 +118,8 @@ class Arch:
     ignore: tuple[str, ...] = ()  # patterns of checkpoint tensors that are not loaded
     state_layout: str = ""  # '' | per_key_head: rows of a delta net's fused projections are ordered by key head
     qkv_layout: str = ""  # rows of a fused qkv: '' q, k, v | per_head (q k v)* | per_group (q.. k v)* | qvk_in_four
+    up_first: bool = False  # rows of a fused gate_up_proj: those of up come first
+    in_two: bool = False  # the token table may be stored as two tensors, its first rows and the others
     transposed: bool = False  # matrices of the layers are stored [in, out]
     fold: tuple[tuple[str, float], ...] = ()  # (pattern of canonical names, factor): scales folded into a matrix
     expert_layout: str = ""  # '' | transposed: [E, in, out] | transposed_interleaved: with gate and up interleaved

@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         embeds = here or (arch.tie and self.stage.is_last)
         scale = arch.embed_scale
         self.embed: Embedding = (
-            Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=scale, is_cut=True)
+            Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=scale, is_cut=True, in_two=arch.in_two)
             if embeds else _elsewhere()
         )  # fmt: skip
         self.modality_tokens = _modality_tokens(arch, inner, storage) if here else nn.ModuleList()
@@ -264,8 +264,9 @@ class Decoder(nn.Module):
         self.project_out = Linear("model.", width, {"project_out": inner}, storage) if narrow else None
         self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
+        rows = arch.vocab - arch.input_only
         self.head: Head = (
-            Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied) if here else _elsewhere()
+            Head("lm_head", rows, inner, storage, bias=arch.head_bias, tied=tied) if here else _elsewhere()
         )
 
     @property
@@ -341,6 +342,8 @@ class Decoder(nn.Module):
     def narrow_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """The same in the head's dtype, without converting to float32, if nothing follows the head."""
         logits = self.head(hidden, slots)
+        if self.arch.input_only:
+            logits = nn.functional.pad(logits, (0, self.arch.input_only), value=-torch.inf)
         if self.arch.logit_scale == 1.0 and not self.arch.logit_softcap:
             return logits
         logits = logits.float()

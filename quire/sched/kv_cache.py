@@ -50,8 +50,9 @@ class Hit(NamedTuple):
 
 class KVCache:
     def __init__(
-        self, layout: KVLayout, *, caching: bool, algorithm: str, events: bool, max_chunk: int, seed: bytes = b""
-    ) -> None:
+        self, layout: KVLayout, *, caching: bool, algorithm: str, events: bool, max_chunk: int, seed: bytes = b"",
+        joins_media: bool = False,
+    ) -> None:  # fmt: skip
         groups = layout.groups
         self.policies = [make_policy(group) for group in groups]
         self.pool = BlockPool(layout.num_blocks, len(groups), events=events)
@@ -63,7 +64,7 @@ class KVCache:
         self.unit = math.gcd(*sizes) if sizes else 1  # tokens per hash
         self.align = math.lcm(*sizes) if sizes else 1  # a reused prefix ends at a block end in every group
         self.caching = caching and bool(sizes)
-        self.hasher = BlockHasher(algorithm if self.caching else "sha256", self.unit, seed)
+        self.hasher = BlockHasher(algorithm if self.caching else "sha256", self.unit, seed, joins_media=joins_media)
         self.max_chunk = max_chunk
         self.moves = BlockMoves(self)
 

@@ -52,7 +52,9 @@ def make_encoder(settings: SchedulerSettings, running: Running, *, is_cross: boo
         cross: EncoderCache = CrossItems(settings.encoder_tokens, settings.encoder_tokens, running, whole_items=False)
         return cross
     longest = min(settings.max_num_batched_tokens, settings.long_prefill_threshold or settings.max_num_batched_tokens)
-    made: EncoderCache = EncoderCache(settings.encoder_tokens, longest, running, whole_items=settings.whole_media)
+    made: EncoderCache = EncoderCache(
+        settings.encoder_tokens, longest, running, whole_items=settings.whole_media, joined=settings.joined_media
+    )
     return made
 
 

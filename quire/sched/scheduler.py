@@ -62,6 +62,7 @@ class Scheduler:
             caching=config.prefix_caching,
             algorithm=config.hash_algorithm,
             seed=config.hash_seed,
+            joins_media=config.joined_media,
             events=config.events,
             max_chunk=config.max_num_batched_tokens,
         )

@@ -16,8 +16,9 @@ import transformers as tf
 from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
+from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
-from tests.media.tokens import SPECIAL, write_tokenizer
+from tests.media.tokens import MOLMO, SPECIAL, write_tokenizer
 from tests.media_models import without_timm
 from tests.server.live import live
 
@@ -170,6 +171,20 @@ def gemma3n(vocab: Tokenizer) -> Any:
     )  # fmt: skip
 
 
+def molmo2(vocab: Tokenizer) -> Any:
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8, initializer_range=0.2)
+    start, end, patch, _, low, _, frame, frame_end = (vocab.token_to_id(token) for token in MOLMO)
+    return tf.Molmo2Config(
+        vision_config=VISION | heads | dict(image_size=[28, 28], patch_size=7),
+        adapter_config=heads | dict(hidden_size=32, intermediate_size=48, text_hidden_size=64,
+                                    vision_feature_layer=[1, 0]),
+        text_config=text(vocab) | dict(vocab_size=start, additional_vocab_size=len(MOLMO), head_dim=16,
+                                       initializer_range=0.2),
+        image_start_token_id=start, image_end_token_id=end, image_patch_id=patch, low_res_image_start_token_id=low,
+        frame_start_token_id=frame, frame_end_token_id=frame_end, initializer_range=0.2,
+    )  # fmt: skip
+
+
 PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 # configuration, class, processor's own settings, settings of the image processor, what a template writes for an item
 CASES: dict[str, tuple[Callable[[Tokenizer], Any], str, dict[str, Any], dict[str, Any], str]] = {
@@ -235,6 +250,9 @@ CASES["perception lm"] = (
 CASES["perception lm, video"] = (*CASES["perception lm"][:4], "<|video|>")
 PHI_4 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "dynamic_hd": 4, "feature_size": 16}
 CASES["phi 4"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|image|>")
+MOLMO_2 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "overlap_margins": [1, 1], "max_crops": 4}
+CASES["molmo 2"] = (molmo2, "Molmo2ForConditionalGeneration", {}, MOLMO_2, "<|image|>")
+CASES["molmo 2, video"] = (*CASES["molmo 2"][:4], "<|video|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
 
 GEMMA_3N = {"size": {"height": 64, "width": 64}, "do_normalize": False, "feature_size": 16}
@@ -284,6 +302,9 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
         known.pop("second_per_grid_ts", None)
     elif "Ovis2" in cls:
         known.pop("grids")
+    elif "Molmo2" in cls:
+        assert ids[0, 0] == vocab.token_to_id("<s>")
+        known["mm_token_type_ids"] = torch.isin(ids, torch.tensor([vocab.token_to_id(one) for one in MOLMO])).int()
     elif "Gemma" in cls:
         known["token_type_ids"] = (ids == vocab.token_to_id("<image_soft_token>")).long()
 
@@ -303,6 +324,36 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     assert ours.logprobs[0][expected[0]].logprob == pytest.approx(logprob, abs=1e-4)
     other = {key: -one if one.is_floating_point() and "mask" not in key else one for key, one in known.items()}
     assert abs(answered(other)[1] - logprob) > 1e-3  # the item matters
+
+
+def test_images_or_one_video_of_molmo_2(tmp_path: Path) -> None:
+    write_model("molmo 2", tmp_path)
+    image, other, video = picture(50, 90), picture(30, 30), FRAMES
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+        inputs = llm.llm_engine.front.inputs
+        for data, message in (({"video": [video, video]}, "At most 1 video"),
+                              ({"video": video, "image": image}, "items of one modality; .* video and image"),
+                              ({"audio": TONE}, "takes image, video and no audio")):  # fmt: skip
+            text = "".join(f"<|{kind}|>" for kind in data)
+            with pytest.raises(InputError, match=message):
+                llm.generate({"prompt": text, "multi_modal_data": data}, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=2)
+        prompt = {"prompt": "<|image|> and <|image|>", "multi_modal_data": {"image": [image, other]}}
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        again = {"prompt_token_ids": output.prompt_token_ids, "multi_modal_data": {"image": [image, other]}}
+        (same,) = llm.generate(again, params, use_tqdm=False)
+        assert same.prompt_token_ids == output.prompt_token_ids
+        assert same.outputs[0].token_ids == output.outputs[0].token_ids
+        media, tokenizer = inputs.media, llm.get_tokenizer()
+        loaded = media.loaded(media.load({"image": [image, other]}))
+        known = media.place(None, output.prompt_token_ids, loaded, tokenizer).items
+        ids = list(output.prompt_token_ids)
+        assert [list(np.frombuffer(item.arrays["token_ids"].data, np.int64)) for item in known] == [
+            ids[item.offset : item.offset + item.length] for item in known
+        ]
+        ids[known[0].offset] = tokenizer.token_to_id("<frame_end>")  # vectors of marks are those of the prompt's own
+        changed = media.place(None, ids, loaded, tokenizer).items
+        assert changed[0].key != known[0].key and changed[1].key == known[1].key
 
 
 TEMPLATE = (

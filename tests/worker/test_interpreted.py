@@ -87,11 +87,11 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
     assert used[0].used > 3
 
 
-def test_images_that_attend_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3's, beside transformers."""
+@pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Molmo2ForConditionalGeneration"])
+def test_images_that_attend_in_both_directions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each to itself, or to the others too; beside transformers."""
     from tests.media_models import IMAGE, draw_item, is_greedy, make_model, prompt_of
 
-    name = "Gemma3ForConditionalGeneration"
     model = make_model(name, tmp_path)
     a, b = (draw_item(name, model, seed) for seed in (1, 2))
     rng = random.Random(1)
@@ -99,7 +99,7 @@ def test_images_that_attend_in_both_directions(tmp_path: Path, monkeypatch: pyte
     pieces = [[before, a, after], [after, b, before, a, [7]], [after + before]]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={IMAGE: -100.0})
     use_gpu_steps(monkeypatch)
-    with LLM(str(tmp_path), **OPTIONS) as llm:
+    with LLM(str(tmp_path), **{**OPTIONS, "max_num_batched_tokens": 48}) as llm:
         outputs = llm.generate([prompt_of(one) for one in pieces], params, use_tqdm=False)
     for one, output in zip(pieces, outputs, strict=True):
         assert is_greedy(name, model, one, list(output.outputs[0].token_ids))

@@ -16,6 +16,7 @@ CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.261302
 HALF = [0.5, 0.5, 0.5]
 BILINEAR, BICUBIC, LANCZOS = 2, 3, 1
 BESIDE = "is_beside"  # the array that says so
+TOKENS = "token_ids"  # the array of an item's tokens
 
 
 class ProcessedItem(NamedTuple):
@@ -36,8 +37,11 @@ class Family(abc.ABC):
     features: Mapping[str, str] = {}
     marks: Mapping[str, tuple[str, ...]] = {}
     regards: Mapping[str, str] = {}
-    most_items: int | None = None  # that a prompt may have; None: any number
+    most_items: Mapping[str, int] = {}  # of a modality that a prompt may have; else any number
+    mixes_modalities = True  # a prompt may have items of several
     counts_items = False  # an item alone in its prompt is processed differently
+    tells_tokens = False  # the encoder is told the ids of an item's tokens that get vectors (TOKENS)
+    begins_text = False  # a prompt with items begins with the token that begins texts, or else the one that ends them
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.files = files

@@ -74,7 +74,7 @@ class Whisper(Family):
     """An item is what the encoder reads, and has no place in the decoder's prompt."""
 
     placeholders = {"audio": ""}
-    most_items = 1
+    most_items = {"audio": 1}
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)

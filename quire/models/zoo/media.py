@@ -65,7 +65,13 @@ TEXT_TYPES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 # those that occur within such models only
-OWN_TYPES = Registry("language model", {"deepseek_ocr2_text": "quire.models.zoo.deepseek:deepseek_ocr"})
+OWN_TYPES = Registry(
+    "language model",
+    {
+        "deepseek_ocr2_text": "quire.models.zoo.deepseek:deepseek_ocr",
+        "molmo2_text": "quire.models.zoo.olmo:molmo2_text",
+    },
+)
 # what these language models do whatever their configuration says of it
 _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
@@ -87,7 +93,7 @@ NAMES = (
 )
 # of the tower, and of what stands between it and the language model
 TOWER = (
-    r"^(?:model\.)?(?:vision_tower|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
+    r"^(?:model\.)?(?:vision_tower|vision_backbone|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
     r"visual_embeddings_table|embed_tokens_extend|sam_model|qwen2_model|view_sep[ae]rator|"
     r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower|encoder|projector|mm_projector|"
     r"merger|mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+|embed_(?:vision|audio)\.soft_embedding_norm)(?:\.|$)"
@@ -119,7 +125,7 @@ def composite(c: View) -> Arch:
         modality_tokens=_gemma3n_tokens(c, arch) if kind == "gemma3n_text" else (),
         names=(*NAMES, *arch.names),
         ignore=(*arch.ignore, TOWER),
-        tie=arch.tie if tie is None else bool(tie),
+        tie=arch.tie if tie is None or arch.input_only else bool(tie),
     )
 
 

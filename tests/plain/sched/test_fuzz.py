@@ -34,6 +34,7 @@ RARE = (
     "relocated",
     "given up",
     "encoded",
+    "joined media",
     "freed",
     "with media",
 )

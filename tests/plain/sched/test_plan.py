@@ -410,7 +410,7 @@ def test_from_config_reads_every_option(device: str) -> None:
             max_num_queued_tokens=12, inter_token_latency_goal_ms=25.0, encoder_cache_size=99,
             disable_chunked_mm_input=True,
         ),
-        model_config=Names(takes_media=device == "cpu", is_encoder_decoder=False),
+        model_config=Names(takes_media=device == "cpu", is_encoder_decoder=False, facts=Names(both_ways="items")),
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
         kv_events_config=Names(publishes=True),
         lora_config=Names(max_loras=3, max_cpu_loras=5), num_speculative_tokens=4,
@@ -421,7 +421,7 @@ def test_from_config_reads_every_option(device: str) -> None:
         chunked_prefill=True, long_prefill_threshold=9, max_partial_prefills=2, max_long_partial_prefills=1,
         reserve_full_prompt=False, watermark=0.25, max_num_queued=11, max_num_queued_tokens=12, prefix_caching=False,
         hash_algorithm="sha256_cbor", events=True, latency_goal=0.025, max_loras=3, max_cpu_loras=5, num_drafts=4,
-        encoder_tokens=99 if device == "cpu" else 0, whole_media=True, **LATENCY[device],
+        encoder_tokens=99 if device == "cpu" else 0, whole_media=True, joined_media=True, **LATENCY[device],
     )  # fmt: skip
 
 
