@@ -74,9 +74,7 @@ def test_vision_language(warm: Warm, llava: TinyLlava, photos: list[Path]) -> No
 
 
 @pytest.mark.parametrize("method", ["generate", "chat"])
-def test_vision_language_multi_image(
-    warm: Warm, llava: TinyLlava, photos: list[Path], method: str
-) -> None:
+def test_vision_language_multi_image(warm: Warm, llava: TinyLlava, photos: list[Path], method: str) -> None:
     urls = [f"file://{path}" for path in photos]
     printed = warm.run(
         "vision_language_multi_image", "--model", str(llava.folder), "--method", method, "--images", *urls
@@ -114,9 +112,7 @@ def test_prompt_embed_inference(warm: Warm, tmp_path: Path) -> None:
     assert len(batch) == 3 and batch == quoted(printed, "Text") and quoted(printed, "Single") == batch[:1]
 
 
-def test_openai_chat_completion_client_for_multimodal(
-    warm: Warm, llava: TinyLlava, photos: list[Path]
-) -> None:
+def test_openai_chat_completion_client_for_multimodal(warm: Warm, llava: TinyLlava, photos: list[Path]) -> None:
     engine = {"dtype": "float32", "max_model_len": 256, "allowed_local_media_path": str(photos[0].parent)}
     with live(str(llava.folder), engine=engine) as server:
         printed = "".join(

@@ -414,7 +414,7 @@ def test_abort_by_id(server):
 
     def ask() -> None:
         headers = GOOD | {"X-Request-Id": "endless"}
-        answers.append(server.post("/v1/completions", completion("abc", 400, sleep=0.05), headers=headers))
+        answers.append(server.post("/v1/completions", completion("abc", 400, sleep=0.2), headers=headers))
 
     asking = threading.Thread(target=ask)
     asking.start()
