@@ -1,5 +1,5 @@
 """The launcher of torchrun with ranks that are forks of this program: its agent, its meeting of ranks and the variables
-that it sets, without an import of torch for each rank. Arguments: how many ranks, a program, the program's arguments."""
+that it sets, without an import of torch for each rank. Arguments: how many ranks, a program, and what it is given."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Each runs as a user would run it, on a tiny checkpoint or the embedded model: with `run` in an interpreter of its own,
 one program at least of each kind (offline, chat, several processes, asynchronous) and those that must not depend on the
-interpreter; with `warm.run` in a fork of one that has torch imported (tests/warm_python.py). What it prints is held
-against what must be true.
+interpreter; with `warm.run` in a fork of one that has torch imported (tests/warm_python.py). Of torchrun's programs one
+is started by its command, the other by its launcher in such a fork. What it prints is held against what must be true.
 """
 
 from __future__ import annotations
