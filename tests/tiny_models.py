@@ -3,7 +3,8 @@
 make_tiny(arch_name, folder, **overrides) fills `folder` with config.json, model.safetensors, generation_config.json,
 tokenizer.json and tokenizer_config.json, and returns the transformers model (eval, float32, eager attention) that
 wrote it. All weights are drawn anew: matrices with std 0.25, norms 0.4 around their centre, biases 0.2, so that no norm
-is the identity and no bias is absent: a mistake anywhere moves the logits. Overrides are config keys.
+is the identity and no bias is absent: a mistake anywhere moves the logits. Overrides are config keys. Those who want
+the files and not the model call write_tiny, which copies what the process has written before.
 """
 
 from __future__ import annotations
