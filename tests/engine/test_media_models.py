@@ -84,15 +84,16 @@ def test_tokens_equal_transformers(served: Served) -> None:
         [text(8, 2), b, text(9, 1)],
         [text(10, 1), c, text(12, 1), c, text(11, 5)],  # one twice
     ]
-    for pieces, answer in zip(prompts, served.answers(prompts), strict=True):
+    answers = served.answers(prompts)
+    for pieces, answer in zip(prompts, answers, strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
     longer = [[*prompts[0], text(20, 7)], [text(3, 3), a, text(21, 30)]]  # prefixes that end after an item, and in one
     for pieces, answer in zip(longer, served.answers(longer), strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
-    check_chunks(served, prompts, 7)
+    check_chunks(served, prompts, answers, 7)
 
 
-def check_chunks(served: Served, prompts: list[list[Any]], *sizes: int) -> None:
+def check_chunks(served: Served, prompts: list[list[Any]], expected: list[list[int]], *sizes: int) -> None:
     """Answers of the first two prompts with prefix hits, and of all but the first without, in steps of these sizes."""
     budget = next(gate for gate in served.scheduler.planner.gates if isinstance(gate, TokenBudget))
     encoder = served.scheduler.planner.encoder
@@ -101,7 +102,7 @@ def check_chunks(served: Served, prompts: list[list[Any]], *sizes: int) -> None:
         if not served.scheduler.kv.caching:
             return  # prompts are computed whole
         sizes = tuple(max(size, 64 if encoder.joined else 20) for size in sizes)
-    whole, expected = budget.most, served.answers(prompts)
+    whole = budget.most
     for chunk in sizes:
         budget.most = chunk
         assert served.answers(prompts[:2]) == expected[:2], f"with prefix hits, in chunks of {chunk}"
@@ -113,8 +114,9 @@ def check_chunks(served: Served, prompts: list[list[Any]], *sizes: int) -> None:
 
 def test_steps_of_every_size(thorough: Served) -> None:
     a, b, c = thorough.items
-    check_chunks(thorough, [[text(1, 5), a, text(2, 9)], [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],
-                            [text(7, 20)], [text(10, 1), c, text(12, 1), c, text(11, 5)]], 64, 7, 1)  # fmt: skip
+    prompts: list[list[Any]] = [[text(1, 5), a, text(2, 9)], [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],
+               [text(7, 20)], [text(10, 1), c, text(12, 1), c, text(11, 5)]]  # fmt: skip
+    check_chunks(thorough, prompts, thorough.answers(prompts), 64, 7, 1)
 
 
 def test_items_that_attend_to_each_other(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def oracle_of(path: str):
 
 def logits_before(oracle, prompt: list[int], given: list[int]) -> torch.Tensor:
     with torch.inference_mode():
-        return oracle(torch.tensor([prompt + given])).logits[0, len(prompt) - 1 : -1]
+        return oracle(torch.tensor([prompt + given]), logits_to_keep=len(given) + 1).logits[0, :-1]
 
 
 @pytest.fixture(scope="module", params=[GEMMA, SMOLLM])

@@ -6,17 +6,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from tests.tiny_models import VOCAB, write_tiny
 from tests.worker.test_staged import UncapturedGraphs
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import VOCAB, make_tiny
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are interpreted only with TRITON_INTERPRET=1", allow_module_level=True)
@@ -70,7 +67,7 @@ def use_gpu_steps(monkeypatch: pytest.MonkeyPatch) -> list[UncapturedGraphs]:
     ],
 )
 def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     rng = random.Random(1)
     prompts = [[rng.randrange(4, VOCAB) for _ in range(count)] for count in (3, 20, 9, 31)]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=5, ignore_eos=True) for i in range(4)]
