@@ -63,7 +63,7 @@ def test_two_stages_give_the_bits_of_one(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_models_that_are_not_cut_say_so(name: str, tmp_path: Path) -> None:
-    make_tiny(name, tmp_path)
+    write_tiny(name, tmp_path)
     with pytest.raises(NotBuiltError, match=r"pipeline_parallel_size=2: .* are not cut into stages"):
         stages_of(tmp_path, 2)
 
