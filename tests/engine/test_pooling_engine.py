@@ -17,7 +17,7 @@ from quire import LLM, PoolingParams, SamplingParams
 from quire.config import EngineArgs
 from quire.config.model import PoolerConfig
 from quire.schema.errors import CheckpointError, ConfigError, InputError
-from quire.worker.pooling_results import ResultRules, results_of
+from quire.worker.pooling_results import Complete, ResultRules, results_of
 from tests.pooling_models import VOCAB, make_pooling, write_sentence_files
 
 
@@ -248,7 +248,8 @@ def test_an_error_is_that_of_one_request() -> None:
         return vectors * 2
 
     params = PoolingParams(task="embed", use_activation=False)
-    complete = [(name, (params, torch.full((1, 2), value))) for name, value in (("a", 1.0), ("b", 13.0), ("c", 3.0))]
+    values = torch.tensor([1.0, 13.0, 3.0])[:, None].repeat(1, 2)
+    complete = Complete(["a", "b", "c"], [params] * 3, values)
     model, rules = Mock(embed=embed), ResultRules(PoolerConfig(), ("embed",), "")
     coming = results_of(model, rules, complete)
     coming.arrive()
