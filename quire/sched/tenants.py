@@ -16,7 +16,7 @@ Must not know: gates, blocks, what a tenant is (the server decides: server/calle
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, heapreplace, merge
+from heapq import heapify, heappop, heappushpop, heapreplace, merge
 from itertools import islice
 
 from quire.sched.request import Queue, Request, order_of
@@ -93,7 +93,8 @@ class Waiting:
         """The same, for one whose place in its lane is known."""
         self._lane(request).drop(index)
         lanes = self.tenants[request.tenant].lanes
-        lanes[request.lane] = lanes.pop(request.lane)  # served last
+        if len(lanes) > 1:
+            lanes[request.lane] = lanes.pop(request.lane)  # served last
         self._removed(request)
 
     def hold(self, request: Request) -> None:
@@ -218,9 +219,13 @@ class Turns:
         self._turn_over(request.tenant)
 
     def _turn_over(self, name: int) -> None:
-        if self._places[name]:
-            heappush(self._heads, self._head(name))
-        self._next()
+        if not self._places[name]:
+            self._next()
+        elif not self._heads:  # nobody else waits
+            self.request = self._first(name)
+        else:
+            *_, name = heappushpop(self._heads, self._head(name))
+            self.request = self._first(name)
 
     def _next(self) -> None:
         if not self._heads:
