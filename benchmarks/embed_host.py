@@ -118,7 +118,7 @@ def main() -> int:
     best = min(_cpu(llm, prompts) for _ in range(args.rounds))
     parts = Parts()
     for owner, method, part in (
-        (llm._pooling, "_prepare", "prepare"), (llm.llm_engine, "add", "submit"), (loop.scheduler, "plan", "plan"),
+        (front, "prepare_pooled", "prepare"), (llm.llm_engine, "add", "submit"), (loop.scheduler, "plan", "plan"),
         (loop.executor, "forward", "forward"), (loop.executor, "sample", "sample and result"),
         (loop, "settle", "sample and result"), (loop.scheduler, "commit", "commit"), (front, "take", "take"),
     ):  # fmt: skip
