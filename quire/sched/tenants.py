@@ -91,10 +91,14 @@ class Waiting:
 
     def drop(self, request: Request, index: int) -> None:
         """The same, for one whose place in its lane is known."""
-        self._lane(request).drop(index)
-        lanes = self.tenants[request.tenant].lanes
-        if len(lanes) > 1:
-            lanes[request.lane] = lanes.pop(request.lane)  # served last
+        lanes, lane = self.tenants[request.tenant].lanes, request.lane
+        queue = lanes[lane]
+        queue.drop(index)
+        if queue.items and len(lanes) == 1:  # nearly always
+            self._size -= 1
+            self.num_tokens -= request.num_prompt
+            return
+        lanes[lane] = lanes.pop(lane)  # served last
         self._removed(request)
 
     def hold(self, request: Request) -> None:
@@ -108,7 +112,8 @@ class Waiting:
         """So many tokens of a prompt are computed for this tenant."""
         tenant = self._tenant(name)
         tenant.served += tokens
-        self.now = max(self.now + tokens / len(self.active | {name}), tenant.served - self.credit)
+        num_active = len(self.active) + (name not in self.active)
+        self.now = max(self.now + tokens / num_active, tenant.served - self.credit)
 
     def level(self, name: int) -> float:
         """The lowest has the next turn."""
@@ -214,6 +219,8 @@ class Turns:
         places = self._places[request.tenant]
         if (place := self._place(request.tenant, request.lane, index)) is None:
             heappop(places)
+        elif len(places) == 1:
+            places[0] = place
         else:
             heapreplace(places, place)
         self._turn_over(request.tenant)

@@ -123,14 +123,14 @@ class PendingResults:
             values = values.contiguous()
             num_rows, width = values.shape
             finite = math.isfinite(values.sum().item())  # False also where the sum is too large: then each is looked at
-            data = values.numpy().tobytes()
+            data = memoryview(values.numpy()).cast("B") if values.numel() else memoryview(b"")
             row = end = 0
             for name, size in zip(names, sizes, strict=True):
                 row, end, begin = row + size, end + 4 * size * width, end
                 if not finite and not bool(values[row - size : row].isfinite().all()):
                     self.failed[name] = NOT_FINITE
                     continue
-                self.pooled[name] = Pooled((width,) if is_whole else (size, width), "float32", data[begin:end])
+                self.pooled[name] = Pooled((width,) if is_whole else (size, width), "float32", bytes(data[begin:end]))
             assert row == num_rows, f"{num_rows} rows of results for {row}"
         self.groups.clear()
 

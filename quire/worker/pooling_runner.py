@@ -10,7 +10,7 @@ Must not know: why this plan, how a model is built or loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ class PooledRow:
     kind: str  # CLS | LAST | MEAN | ALL | STEP
     token_ids: tuple[int, ...]
     vector: Tensor | None = None  # [width]: the first, or the sum so far (float32)
-    chunks: list[Tensor] = field(default_factory=list)  # all vectors, chunk by chunk
+    chunks: tuple[Tensor, ...] = ()  # all vectors, chunk by chunk
 
     def take(self, hidden: Tensor, start: int) -> None:
         """The next chunk's hidden states."""
@@ -60,12 +60,12 @@ class PooledRow:
             total = hidden.float().sum(0)
             self.vector = total if self.vector is None else self.vector + total
         else:
-            self.chunks.append(hidden)
+            self.chunks += (hidden,)
 
     def vectors(self) -> Tensor:
         """[N, width], once all chunks are in."""
         if self.kind in ("ALL", "STEP"):
-            hidden = self.chunks[0] if len(self.chunks) == 1 else torch.cat(self.chunks)
+            hidden = self.chunks[0] if len(self.chunks) == 1 else torch.cat(list(self.chunks))
             if self.kind == "STEP" and self.params.step_tag_id is not None:
                 places = [i for i, token in enumerate(self.token_ids) if token == self.params.step_tag_id]
                 hidden = hidden[places]
@@ -127,6 +127,7 @@ class PoolingRunner:
         self.copies, self._device = BlockCopies(kv), model.storage.device
         self._sums = model.storage.of(text_sums)
         self._pooled: dict[str, PooledRow] = {}
+        self._kinds: dict[str, str] = {}  # of a task
         self._flight: tuple[StepPlan, StepShape, Tensor, float] | None = None
 
     def forward(self, plan: StepPlan) -> None:
@@ -152,7 +153,10 @@ class PoolingRunner:
         params = new.params
         if isinstance(params, ResolvedParams):  # the warm-up's
             params = PoolingParams(task=self.rules.tasks[0], use_activation=False)
-        return PooledRow(params, self.rules.kind_of(str(params.task)), new.token_ids)
+        task = str(params.task)
+        if (kind := self._kinds.get(task)) is None:
+            kind = self._kinds[task] = self.rules.kind_of(task)
+        return PooledRow(params, kind, new.token_ids)
 
     @torch.inference_mode()
     def _hidden(self, shape: StepShape) -> Tensor:
