@@ -2,36 +2,37 @@
 
 python benchmarks/embed_host.py [--texts 10000] [--width 768] [--rounds 3] [--strings] [--profile]
 
-The path is the real one (inputs, scheduler, loop, rows, results, vectors as lists); only the model's layers and the sums
-over texts are replaced by a constant, as if a device computed them in no time. Texts have 5 to 200 tokens: ids, or
-with `--strings` words that a WordPiece tokenizer made for this run has to find. Best of the rounds. Microseconds of
-processor time per text in all, and by part: prepare (parameters, tokenizing, requests), submit, plan, forward (rows, the
-step's arrays), sample and result (heads, vectors to the host), commit, take (outputs to results), lists (results to
-what callers get), rest. `--profile` prints functions by their own time instead (which distorts small ones).
+The path is the real one (inputs, scheduler, loop, rows, results, vectors as lists); only the model's layers and the
+sums over texts are replaced by a constant, as if a device computed them in no time. Texts have 5 to 200 tokens: ids, or
+with `--strings` words that a WordPiece tokenizer made for this run has to find. Microseconds of processor time a text,
+best of the rounds, and in one further round by part: prepare (checks, tokenizing, requests), submit, plan, forward (the
+step's arrays), sample and result (heads, vectors to the host), commit, take (outputs to results); the rest is reading
+prompts, the making and freeing of lists, and what the measuring costs. `--profile` prints functions by their own
+time instead, which overstates small ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import importlib
 import pstats
 import random
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.pooling import make_prompts  # beside this file
 
+beside = importlib.import_module("gpu.pooling")
 WORDS = 2000
 
 
 def make_model(folder: Path, width: int) -> None:
-    from gpu.pooling import write_modules
     from tokenizers import Tokenizer
     from tokenizers.models import WordPiece
     from tokenizers.pre_tokenizers import Whitespace
@@ -43,7 +44,7 @@ def make_model(folder: Path, width: int) -> None:
         intermediate_size=64,
     )  # fmt: skip
     BertModel(shape).save_pretrained(folder)
-    write_modules(folder, width)
+    beside.write_modules(folder, width)
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(WORDS))]
     tokenizer = Tokenizer(WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -62,7 +63,7 @@ class Parts:
     """Processor seconds by part; what runs inside another part is not counted twice."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[float] = []
 
     def time(self, owner: Any, method: str, part: str) -> None:
@@ -107,7 +108,7 @@ def main() -> int:
     runner = loop.executor._worker._runner
     leave_out_arithmetic(runner, args.width)
     prompts: Any = make_strings(args.texts) if args.strings else [
-        {"prompt_token_ids": ids} for ids in make_prompts(args.texts)
+        {"prompt_token_ids": ids} for ids in beside.make_prompts(args.texts)
     ]  # fmt: skip
     llm.embed(prompts[:300], use_tqdm=False)
     if args.profile:
@@ -126,7 +127,7 @@ def main() -> int:
     whole = _cpu(llm, prompts)
     print(f"RESULT {args.texts} texts, width {args.width}: {1e6 * best / args.texts:.1f} us of processor time a text")
     parts.seconds["rest"] = whole - sum(parts.seconds.values())
-    for part, seconds in parts.seconds.most_common():
+    for part, seconds in sorted(parts.seconds.items(), key=lambda one: -one[1]):
         print(f"  {part}: {1e6 * seconds / args.texts:.1f}")
     return 0
 

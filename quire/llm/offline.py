@@ -225,8 +225,8 @@ class LLM:
         coming: RequestsAhead | None = None,
         made: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
-        """Turn the engine until all of these, and of `coming`, have ended; results of the requested kind, or what `made`
-        makes of each, which it does while a device computes the next."""
+        """Turn the engine until all of these, and of `coming`, have ended; results of the requested kind, or what
+        `made` makes of each, while a device computes the next."""
         engine, results = self.llm_engine, dict[str, Any]()
         mine = {one.request_id for one in requests}
         engine.add(requests)

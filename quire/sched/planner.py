@@ -200,8 +200,13 @@ class Planner:
                 continue
             upto = hit.length + count
             spare = self.watermark + (reserved if self.reserves else 0) if self.running.items else 0
-            if kv.policies and not self._fits(request, hit, upto, spare) and not (
-                kv.moves.unpin() and self._fits(request, hit, upto, spare)  # the hit's own blocks may have been held
+            if (
+                kv.policies
+                and not self._fits(request, hit, upto, spare)
+                and not (
+                    kv.moves.unpin()
+                    and self._fits(request, hit, upto, spare)  # the hit's own blocks may have been held
+                )
             ):
                 self.blocked = request, request.epoch
                 break

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,14 +124,16 @@ class PendingResults:
             values = values.contiguous()
             num_rows, width = values.shape
             finite = math.isfinite(values.sum().item())  # False also where the sum is too large: then each is looked at
-            data = memoryview(values.numpy()).cast("B") if values.numel() else memoryview(b"")
+            data = values.numpy().view(np.uint8).reshape(-1)
             row = end = 0
             for name, size in zip(names, sizes, strict=True):
                 row, end, begin = row + size, end + 4 * size * width, end
                 if not finite and not bool(values[row - size : row].isfinite().all()):
                     self.failed[name] = NOT_FINITE
                     continue
-                self.pooled[name] = Pooled((width,) if is_whole else (size, width), "float32", bytes(data[begin:end]))
+                self.pooled[name] = Pooled(
+                    (width,) if is_whole else (size, width), "float32", data[begin:end].tobytes()
+                )
             assert row == num_rows, f"{num_rows} rows of results for {row}"
         self.groups.clear()
 
