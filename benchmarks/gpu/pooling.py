@@ -107,6 +107,7 @@ def timed(embed: Embed, prompts: list[list[int]], rounds: int) -> tuple[float, f
     """(seconds, least of the rounds; a sum over all vectors)."""
     least, total = float("inf"), 0.0
     for _ in range(rounds):
+        vectors: list[list[float]] = []  # those of the round before are freed before this one is timed
         began = time.perf_counter()
         vectors = embed(prompts)
         least = min(least, time.perf_counter() - began)

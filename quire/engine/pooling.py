@@ -187,9 +187,9 @@ class PoolingInputs:
             self._check_text(len(text), is_cut=is_cut)
         special, encode = bool(kwargs.get("add_special_tokens", True)), self.tokenizer.encode_batch
         parts = [texts[start : start + _TEXTS_AT_ONCE] for start in range(0, len(texts), _TEXTS_AT_ONCE)]
-        found = iter([ids for part in parts for ids in encode(part, special)])
+        encodings = iter([ids for part in parts for ids in encode(part, special)])
         return [
-            Prompt(text=prompt.text, token_ids=tuple(next(found)), cache_salt=prompt.cache_salt)
+            Prompt(text=prompt.text, token_ids=tuple(next(encodings)), cache_salt=prompt.cache_salt)
             if prompt.token_ids is None
             else prompt
             for prompt in prompts
