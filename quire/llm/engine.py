@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,12 @@ class Front:
     ) -> PreparedRequest:
         """Check and tokenize; nothing is in flight yet."""
         return self.inputs.process(request_id, prompt, params, options)
+
+    def prepare_pooled(
+        self, named: Sequence[tuple[str, object]], params: PoolingParams, options: Options
+    ) -> list[PreparedRequest]:
+        """The same of several prompts, each with its request's id, that have the same parameters."""
+        return self.inputs.process_pooled(named, params, options)
 
     def submit(self, requests: Iterable[PreparedRequest]) -> None:
         """All of them, or none if one is refused."""

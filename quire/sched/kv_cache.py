@@ -70,9 +70,11 @@ class KVCache:
 
     def match(self, request: Request) -> Hit:
         """At least the last known token is left to compute, so that one can be sampled."""
+        if not self.caching:
+            return Hit(0, [[] for _ in self.policies])
         empty: list[list[int]] = [[] for _ in self.policies]
         longest = (len(request.tokens) - 1) // self.align * self.align
-        if not self.caching or not longest or not request.reads_cache:
+        if not longest or not request.reads_cache:
             return Hit(0, empty)
         hashes = request.holding.hashes
         self.hasher.extend(hashes, request.tokens, len(request.tokens), request.source)
@@ -125,11 +127,16 @@ class KVCache:
 
     def peak(self, request: Request) -> int:
         """Blocks it may hold at most, alone and with nothing else in flight."""
+        if not self.policies:
+            return 0
         total = sum(-(-num_encoder_tokens(request) // self.policies[g].block_size) for g in self.cross)
         return total + sum(self.policies[g].peak(request.limit - 1, self.max_chunk) for g, _ in self.growing)
 
     def join(self, request: Request, hit: Hit) -> None:
         """Start from the hit; its blocks are now held."""
+        if not self.policies:  # no layer keeps anything
+            request.next_block = request.room = NEVER
+            return
         holding = request.holding
         holding.tables = hit.rows
         for row in hit.rows:
@@ -141,6 +148,8 @@ class KVCache:
 
     def grow(self, request: Request, upto: int) -> Tables:
         """Blocks up to `upto` tokens; what was appended, per group. The caller knows that they are there."""
+        if not self.policies:
+            return ()
         tables = request.holding.tables
         added: list[tuple[int, ...]] = [()] * len(self.policies)
         for group, size in self.growing:

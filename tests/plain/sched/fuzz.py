@@ -414,14 +414,14 @@ class World:
         self.scheduler.pace.learn(256, 256.0)  # a second for each token
         self.one_adapter = rng.random() < 0.2
         if self.one_adapter:
-            self.scheduler.planner.gates.insert(0, Adapters())
+            self.scheduler.planner.use_gates([Adapters(), *self.scheduler.planner.gates])
         self.tenants = tenants or rng.choice([(0,), (0, 5), (1, 2, 3, 4, 9)])
         self.given_up = 0
         self.watch_shares()
         self.plans: list[tuple[Grant, ...]] = []
         self.hiccups, self.idle = chunked and rng.random() < 0.2, 0
         if self.hiccups:
-            self.scheduler.planner.gates.insert(0, Hiccup(self.scheduler))
+            self.scheduler.planner.use_gates([Hiccup(self.scheduler), *self.scheduler.planner.gates])
         self.given: dict[str, EngineRequest] = {}
         self.clients: dict[str, Client] = {}
         self.worker = Worker(self.layout, self.given, rng, joined=settings.joined_media)
