@@ -22,6 +22,7 @@ FAMILIES = (
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "LlavaForConditionalGeneration",
     "Gemma3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration", "Qwen2VLForConditionalGeneration video",
     "PaliGemmaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Molmo2ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration", "Gemma3nForConditionalGeneration audio",
 )  # fmt: skip
 
 
