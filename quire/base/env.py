@@ -347,7 +347,10 @@ MAX_MEDIA_BYTES = Variable(
     "MAX_MEDIA_BYTES", 64 << 20, _above_zero, "Most bytes of one media item, fetched or sent, before decoding."
 )
 MAX_IMAGE_PIXELS = Variable(
-    "MAX_IMAGE_PIXELS", 1 << 26, _above_zero, "Most pixels of an image or video frame, before and after resizing."
+    "MAX_IMAGE_PIXELS",
+    1 << 26,
+    _above_zero,
+    "Most pixels of an image, before and after resizing, and of all frames of a video together once resized.",
 )
 MAX_AUDIO_SECONDS = Variable("MAX_AUDIO_SECONDS", 3600, _above_zero, "Most seconds of one audio clip.")
 MAX_AUDIO_CLIP_FILESIZE_MB = Variable(

@@ -94,6 +94,19 @@ def check_size(width: int, height: int) -> None:
         )
 
 
+def check_frames(num: int, height: int, width: int) -> None:
+    """Of a video, once resized: small frames become large ones, and bytes become floats."""
+    check_size(width, height)
+    limit = env.MAX_IMAGE_PIXELS.get()
+    if num * width * height > limit:
+        raise InputError(
+            f"{num} frames of {width}x{height} pixels have {num * width * height} pixels together; the limit is "
+            f"{limit}: use fewer (num_frames)",
+            param="media_io_kwargs",
+            value=num,
+        )
+
+
 def background_of(options: Mapping[str, Any] | None) -> tuple[int, int, int]:
     colour = (options or {}).get("rgba_background_color", WHITE)
     is_list = isinstance(colour, Sequence) and not isinstance(colour, (str, bytes)) and len(colour) == 3

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quire.media.images import check_size
+from quire.media.images import check_frames, check_size
 from quire.schema.errors import InputError
 
 MOST_TILES = 1024  # of one image
@@ -64,6 +64,12 @@ def resize(image: Image, size: Size, filter_: int) -> Image:
     height, width = size
     check_size(width, height)
     return image.resize((width, height), filter_)
+
+
+def resized_frames(frames: Sequence[Image], size: Size, filter_: int) -> list[Array]:
+    """Planes of each."""
+    check_frames(len(frames), *size)
+    return [planes(resize(frame, size, filter_)) for frame in frames]
 
 
 def shortest_edge(image: Image, edge: int) -> Size:

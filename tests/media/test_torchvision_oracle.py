@@ -240,7 +240,7 @@ def test_a_video_of_molmo_2_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_MAX_IMAGE_PIXELS", str(3 * 378 * 378))
     family, frame = make_family("Molmo2Processor", ProcessorFiles()), picture(8, 8)
     assert family.process("video", Video([frame] * 3, [0, 1, 2], 1.0, 3), {}, 1).num_vectors == 3 * (81 + 2)
-    with pytest.raises(InputError, match="4 frames of 378x378 pixels; all together may have 428652"):
+    with pytest.raises(InputError, match="4 frames of 378x378 pixels have 571536 pixels together; the limit is 428652"):
         family.process("video", Video([frame] * 4, [0, 1, 2, 3], 1.0, 4), {}, 1)
 
 

@@ -181,7 +181,7 @@ class PerceptionLM(Family):
         if modality == "video":
             settings, name = self.video.over(options), "pixel_values_videos"
             size, filter_ = settings.box("size"), settings.filter(BICUBIC)
-            parts = [pixels.planes(pixels.resize(frame, size, filter_)) for frame in value.frames]
+            parts = pixels.resized_frames(value.frames, size, filter_)
         elif modality == "image":
             settings, name = self.image.over(options), "pixel_values"
             parts = self._tiles(value, settings)

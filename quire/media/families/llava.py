@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
 from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, Family, ProcessedItem
+from quire.media.images import check_frames
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
@@ -252,6 +253,7 @@ class LlavaOneVision(Family):
 
         settings = self.video.over(options)
         levels = settings.levels()
+        check_frames(len(frames), *resized(frames[0], settings).shape[-2:])
         array = np.stack([levels.apply(resized(frame, settings)) for frame in frames])
         side = math.ceil(int(math.sqrt(self.num)) / 2)
         num = len(frames) * side * side + 1

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.base import env
 from quire.media import pixels
 from quire.media.families.base import BILINEAR, HALF, Family, ProcessedItem
+from quire.media.images import check_frames
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
@@ -98,13 +98,7 @@ class Molmo2(Family):
         import numpy as np  # lazy
 
         side, patch = _geometry(settings)
-        limit = env.MAX_IMAGE_PIXELS.get()
-        if len(video.frames) * side * side > limit:
-            raise InputError(
-                f"{len(video.frames)} frames of {side}x{side} pixels; all together may have {limit}: use fewer "
-                "(num_frames)",
-                param="media_io_kwargs",
-            )
+        check_frames(len(video.frames), side, side)
         each, pool, num = side // patch, _two(settings, "pooling_size", 1, 64), len(video.frames)
         frames = np.stack([pixels.sampled_bytes(pixels.planes(frame), (side, side)) for frame in video.frames])
         pooled, grid = _pooled(np.arange(each * each).reshape(each, each), pool)

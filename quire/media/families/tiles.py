@@ -138,7 +138,7 @@ class InternVL(Family):
         if modality == "video":
             settings = self.video.over(options)
             size, filter_ = settings.box("size"), settings.filter(BICUBIC)
-            parts = [pixels.planes(pixels.resize(frame, size, filter_)) for frame in value.frames]
+            parts = pixels.resized_frames(value.frames, size, filter_)
             frames = [f"Frame{number + 1}: <img>{token * self.num}</img>" for number in range(len(parts))]
             text = "\n".join(frames)
         elif modality == "image":
