@@ -237,9 +237,9 @@ class LLM:
                 bar = Progress.make(use_tqdm, total=total, words="Processed prompts")
             while len(results) < total:
                 if coming is not None and (new := coming.take(len(requests) - len(results))):
+                    mine |= {one.request_id for one in new}  # first: whatever happens, they are aborted
                     engine.add(new)
                     requests += new
-                    mine |= {one.request_id for one in new}
                 done = [one for one in engine.step() if one.finished and one.request_id in mine]
                 for result in done:
                     results[result.request_id] = result if made is None else made(result)

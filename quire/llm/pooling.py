@@ -48,8 +48,10 @@ class PoolingCalls:
         self._front, self._run = llm.llm_engine.front, run
         self._pooling = self._front.inputs.pooling  # an InputError where the model generates
         self._ids = llm.request_ids
-        step = llm.llm_engine.vllm_config.scheduler_config
-        self._step = step.max_num_seqs, step.max_num_batched_tokens
+        config = llm.llm_engine.vllm_config
+        step, parallel = config.scheduler_config, config.parallel_config
+        at_once = parallel.data_parallel_size * parallel.pipeline_parallel_size  # steps
+        self._step = at_once * step.max_num_seqs, at_once * step.max_num_batched_tokens
 
     def pool(
         self, prompts: Sequence[Any], params: Params, task: str | None, use_tqdm: Any, options: Options,

@@ -342,11 +342,13 @@ class Decoder(nn.Module):
     def narrow_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """The same in the head's dtype, without converting to float32, if nothing follows the head."""
         logits = self.head(hidden, slots)
+        if self.arch.logit_scale != 1.0 or self.arch.logit_softcap:
+            logits = self._scaled(logits.float())
         if self.arch.input_only:
             logits = nn.functional.pad(logits, (0, self.arch.input_only), value=-torch.inf)
-        if self.arch.logit_scale == 1.0 and not self.arch.logit_softcap:
-            return logits
-        logits = logits.float()
+        return logits
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         if self.arch.logit_scale != 1.0:
             logits = logits * self.arch.logit_scale
         cap = self.arch.logit_softcap
