@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from quire.config import MultiModalConfig
+from quire.media import audio as audio_module
 from quire.media import pixels
 from quire.media.audio import Audio, resample
 from quire.media.families import gemma, make_family, phi, speech
@@ -144,6 +145,18 @@ def test_the_beginning_of_resampled_audio_is_all_that_is_made(rate: int) -> None
     whole = resample(audio, 16000)
     for most in (1, 1000, 7777, 31_999, 32_000, 40_000):
         assert np.array_equal(resample(audio, 16000, most), whole[:most])
+
+
+def test_what_follows_the_beginning_is_not_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    filtered, lengths = audio_module._filtered, []
+
+    def counted(audio: Audio, *settings: Any) -> Any:
+        lengths.append(len(audio.samples))
+        return filtered(audio, *settings)
+
+    monkeypatch.setattr(audio_module, "_filtered", counted)
+    assert len(resample(Audio(np.zeros(480_000, np.float32), 48000), 16000, 1000)) == 1000
+    assert len(lengths) == 1 and 3000 < lengths[0] < 3200
 
 
 @pytest.mark.parametrize("name", ["Gemma3nProcessor", "Qwen2AudioProcessor"])
