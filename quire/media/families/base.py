@@ -71,15 +71,15 @@ class Family(abc.ABC):
         own = self._own[modality] = Settings.of(defaults, self.files.parts.get(modality, {}), further)
         return own
 
-    def check_request(self, modality: str, asked: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
+    def check_request(self, modality: str, options: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
         """Of the options of a prompt, those that are `fixed` may only repeat what the engine's options say, or else
         the files."""
         own = self._own.get(modality, Settings({}))
-        for name in (name for name in self.fixed if asked.get(name) is not None and own.knows(name)):
+        for name in (name for name in self.fixed if options.get(name) is not None and own.knows(name)):
             value = own.get(name) if engine.get(name) is None else engine[name]
-            if not _is_same(asked[name], value):
+            if not _is_same(options[name], value):
                 raise InputError(
-                    f"mm_processor_kwargs: {name} is {asked[name]!r:.100}; it belongs to the model and must be "
+                    f"mm_processor_kwargs: {name} is {options[name]!r:.100}; it belongs to the model and must be "
                     f"{value!r:.100} for {modality} items; only the engine's own option may set it",
                     param="mm_processor_kwargs",
                 )
@@ -93,11 +93,11 @@ class Family(abc.ABC):
         )
 
 
-def _is_same(asked: Any, own: Any) -> bool:
+def _is_same(value: Any, own: Any) -> bool:
     if isinstance(own, Mapping):
-        same_names = isinstance(asked, Mapping) and asked.keys() == own.keys()
-        return same_names and all(_is_same(asked[name], value) for name, value in own.items())
+        same_names = isinstance(value, Mapping) and value.keys() == own.keys()
+        return same_names and all(_is_same(value[name], one) for name, one in own.items())
     if isinstance(own, (list, tuple)):
-        same_length = isinstance(asked, (list, tuple)) and len(asked) == len(own)
-        return same_length and all(map(_is_same, asked, own))
-    return isinstance(asked, (int, float, str)) and asked == own
+        same_length = isinstance(value, (list, tuple)) and len(value) == len(own)
+        return same_length and all(map(_is_same, value, own))
+    return isinstance(value, (int, float, str)) and value == own
