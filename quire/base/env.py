@@ -350,7 +350,7 @@ MAX_IMAGE_PIXELS = Variable(
     "MAX_IMAGE_PIXELS",
     1 << 26,
     _above_zero,
-    "Most pixels of an image, before and after resizing, and of all frames of a video together once resized.",
+    "Most pixels of an image, before and after resizing; and of all frames of a video, or crops of an image, together.",
 )
 MAX_AUDIO_SECONDS = Variable("MAX_AUDIO_SECONDS", 3600, _above_zero, "Most seconds of one audio clip.")
 MAX_AUDIO_CLIP_FILESIZE_MB = Variable(

@@ -40,7 +40,8 @@ _OF_THE_MODEL = frozenset((
     "patch_size", "temporal_patch_size", "merge_size", "spatial_merge_size", "crop_size", "max_image_size",
     "image_grid_pinpoints", "feature_size", "n_fft", "hop_length", "win_length", "chunk_length", "sampling_rate",
     "mel_min_frequency", "mel_max_frequency", "preemphasis", "audio_compression_rate", "audio_downsample_rate",
-    "audio_feat_stride",
+    "audio_feat_stride", "frame_length_ms", "hop_length_ms", "min_frequency", "max_frequency", "mel_floor",
+    "fft_overdrive", "preemphasis_htk_flavor", "input_scale_factor", "dither", "per_bin_mean", "per_bin_stddev",
 ))  # fmt: skip
 
 
@@ -138,7 +139,10 @@ class MediaInputs:
         named = self._uuids(uuids, listed)
         own_settings = _mapping(processor_options, "mm_processor_kwargs")
         _check_request(own_settings)
-        settings = {**(self.options.mm_processor_kwargs or {}), **own_settings}
+        engine_settings = self.options.mm_processor_kwargs or {}
+        for modality in listed:
+            self.family.check_request(modality, own_settings, engine_settings)
+        settings = {**engine_settings, **own_settings}
         io = self._io_options(io_options)
         jobs: list[Callable[[], LoadedItem]] = []
         tally = _Tally(self.max_vectors)

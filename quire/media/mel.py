@@ -13,8 +13,19 @@ from functools import lru_cache
 from typing import Any
 
 from quire.media.pixels import Array
+from quire.schema.errors import InputError
 
 _BLOCK = 4096  # frames transformed at once
+MOST_NUMBERS = 1 << 26  # of all transforms of half a minute, and of the filters
+
+
+def check_transforms(frames: int, size: int, bins: int, limit: int = MOST_NUMBERS) -> None:
+    """Numbers of a file say how many frames there are, and how large."""
+    if max(frames * size, frames * bins, bins * size) > limit:
+        raise InputError(
+            f"the feature extractor has up to {frames} frames with transforms of {size} numbers and {bins} bins: the "
+            f"limit of the product of two of them is {limit}"
+        )
 
 
 @dataclass(frozen=True)

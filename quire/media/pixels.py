@@ -68,7 +68,7 @@ def resize(image: Image, size: Size, filter_: int) -> Image:
 
 def resized_frames(frames: Sequence[Image], size: Size, filter_: int) -> list[Array]:
     """Planes of each."""
-    check_frames(len(frames), *size)
+    check_frames([size] * len(frames))
     return [planes(resize(frame, size, filter_)) for frame in frames]
 
 

@@ -43,6 +43,7 @@ _WITH_WORDS = {
 class Florence2(Family):
     placeholders = {"image": "<image>"}
     most_items = {"image": 1}
+    fixed = ("size", "do_resize")
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)

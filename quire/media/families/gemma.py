@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from quire.media import pixels
 from quire.media.audio import Audio, resample
 from quire.media.families.base import BICUBIC, BILINEAR, HALF, Family, ProcessedItem
-from quire.media.mel import MagnitudeOptions, log_magnitudes
+from quire.media.images import check_crops
+from quire.media.mel import MagnitudeOptions, check_transforms, log_magnitudes
 from quire.media.pixels import Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
@@ -40,6 +41,7 @@ _MOST_SAMPLES, _SAMPLES_STEP = 480_000, 128
 class Gemma3(Family):
     placeholders = {"image": "<start_of_image>"}
     features = {"image": "<image_soft_token>"}
+    fixed = ("size",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -57,6 +59,7 @@ class Gemma3(Family):
         settings = self.image.over(options)
         crops = _crops(value, settings) if settings.flag("do_pan_and_scan") else []
         size, filter_, levels = settings.box("size"), settings.filter(BILINEAR), settings.levels()
+        check_crops([size] * (1 + len(crops)), "pan_and_scan_max_num_crops")
         array = np.stack([levels.apply(pixels.planes(pixels.resize(part, size, filter_))) for part in (value, *crops)])
         text = one = self._one()
         if crops:
@@ -101,6 +104,7 @@ class Gemma3n(Family):
     """Every item has the same number of vectors: what audio is too short for is filled by its encoder."""
 
     placeholders = {"image": "<image_soft_token>", "audio": "<audio_soft_token>"}
+    fixed = ("size",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -128,7 +132,7 @@ class Gemma3n(Family):
         import numpy as np  # lazy
 
         options = _magnitude_options(settings)
-        samples = resample(audio, options.rate)[:_MOST_SAMPLES]
+        samples = resample(audio, options.rate, _MOST_SAMPLES)
         padded = np.zeros(-(-len(samples) // _SAMPLES_STEP) * _SAMPLES_STEP, np.float32)
         padded[: len(samples)] = samples
         if len(padded) <= options.window:
@@ -165,8 +169,10 @@ def _magnitude_options(settings: Settings) -> MagnitudeOptions:
     if not settings.flag("preemphasis_htk_flavor", True) or settings.number("input_scale_factor", 1.0) != 1.0:
         raise InputError("preemphasis_htk_flavor=false and input_scale_factor of the feature extractor are not built")
     size = 1 << (window - 1).bit_length() << settings.flag("fft_overdrive", True)
+    bins = settings.whole("feature_size", high=1024)
+    check_transforms(_MOST_SAMPLES // hop + 1, size, bins)
     return MagnitudeOptions(
-        bins=settings.whole("feature_size", high=1024), rate=rate, window=window, hop=hop, size=size, lowest=lowest,
+        bins=bins, rate=rate, window=window, hop=hop, size=size, lowest=lowest,
         highest=highest, emphasis=settings.number("preemphasis", 0.97), floor=settings.number("mel_floor", 1e-5),
     )  # fmt: skip
 
@@ -175,6 +181,7 @@ class PaliGemma(Family):
     """The text follows a beginning-of-text token after the last image, and a line end follows the text."""
 
     placeholders = {"image": "<image>"}
+    fixed = ("size",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)

@@ -29,6 +29,7 @@ class Ovis2(Family):
     placeholders = {"image": "<image>"}
     features = {"image": "<IMG_ATOM>"}
     marks = {"image": ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")}
+    fixed = ("size",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)

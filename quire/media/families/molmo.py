@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
 from quire.media.families.base import BILINEAR, HALF, Family, ProcessedItem
-from quire.media.images import check_frames
+from quire.media.images import check_crops, check_frames
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
@@ -38,6 +38,7 @@ class Molmo2(Family):
     marks = {"image": _MARKS, "video": _MARKS}
     most_items = {"video": 1}
     mixes_modalities = False
+    fixed = ("size", "overlap_margins", "pooling_size")
     tells_tokens = True
     begins_text = True
 
@@ -77,10 +78,11 @@ class Molmo2(Family):
                 param="overlap_margins",
             )
         most = settings.whole("max_crops", high=_MOST_CROPS)
-        planes = pixels.planes(image)
         rows, columns = tiling_of(
             (image.height, image.width), (each - sum(margins)) * patch, sum(margins) * patch, most
         )
+        check_crops([(side, side)] * (1 + rows * columns), "max_crops")
+        planes = pixels.planes(image)
         crops = [pixels.sampled_bytes(planes, (side, side)), *_crops(planes, (rows, columns), side, margins, patch)]
         pooled, whole = _pooled(np.arange(each * each).reshape(each, each), pool)
         parts, grid = _pooled(_overlapped((rows, columns), each, margins), pool)
@@ -98,7 +100,7 @@ class Molmo2(Family):
         import numpy as np  # lazy
 
         side, patch = _geometry(settings)
-        check_frames(len(video.frames), side, side)
+        check_frames([(side, side)] * len(video.frames))
         each, pool, num = side // patch, _two(settings, "pooling_size", 1, 64), len(video.frames)
         frames = np.stack([pixels.sampled_bytes(pixels.planes(frame), (side, side)) for frame in video.frames])
         pooled, grid = _pooled(np.arange(each * each).reshape(each, each), pool)

@@ -116,6 +116,7 @@ def _multiples(size: Size, side: int) -> Size:
 class InternVL(Family):
     placeholders = {"image": "<IMG_CONTEXT>", "video": "<video>"}
     features = {"video": "<IMG_CONTEXT>"}
+    fixed = ("size",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
