@@ -55,6 +55,7 @@ _LAST_WORDS_S = 1.0
 _ENGINE = "engine"  # name of its mailbox
 _END = "end"  # name of a file
 _LONGEST_REASON = 4000
+_STOP = Codec(ToEngine).encode(Stop())
 
 
 class Begun(NamedTuple):
@@ -323,20 +324,29 @@ class _WireReader:
             self.wire.remove_folder()
 
     def _run(self) -> None:
+        linger = 0.0
         try:
             while (error := self._read()) is None:
                 pass
         except FramesLostError as lost:
-            error = self._die(str(lost))
+            error, linger = self._die(str(lost)), self._say_goodbye()
         except PeerGoneError:
             error = self._die(CLOSED if self.closing else self.child.why_dead())
         except Exception as failed:  # ours: whoever waits must not wait for ever
             log.error("Reading from the engine failed", exc_info=failed)
-            error = self._die(f"reading its messages failed: {message_of(failed)}")
+            error, linger = self._die(f"reading its messages failed: {message_of(failed)}"), self._say_goodbye()
         if isinstance(self.child, _Elsewhere):
-            self.wire.close()  # nobody is there to connect to
+            self.wire.close(linger)  # unless it has just been told, nobody is there to connect to
         if self._sink is not None:
             self._sink.died(error)
+
+    def _say_goodbye(self) -> float:
+        """An engine of others that lives need not go on with what was asked of it here. Seconds that this may take."""
+        if isinstance(self.child, Child):
+            return 0.0
+        with contextlib.suppress(PeerGoneError):
+            self.wire.send(_STOP)
+        return _LAST_WORDS_S
 
     def _read(self) -> EngineDeadError | None:
         frames = self.wire.receive(notice=self.child.notice)
