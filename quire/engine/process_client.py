@@ -189,8 +189,8 @@ class ProcessClient:
         """Make its process leave while another thread waits in `wait_ready`, which then fails."""
         self._reader.child.stop(0.0)
 
-    def begin_close(self) -> None:
-        """Tell it to stop, without waiting for that; `close` does."""
+    def begin_close(self, reason: str = "") -> None:
+        """Tell it to stop, without waiting for that; `close` does. `reason`: for other machines, which are told why."""
         self._reader.closing = True
         if self.dead is None and self._reader.started:
             with contextlib.suppress(EngineDeadError):
