@@ -55,7 +55,6 @@ _LAST_WORDS_S = 1.0
 _ENGINE = "engine"  # name of its mailbox
 _END = "end"  # name of a file
 _LONGEST_REASON = 4000
-_STOP = Codec(ToEngine).encode(Stop())
 
 
 class Begun(NamedTuple):
@@ -344,8 +343,9 @@ class _WireReader:
         """An engine of others that lives need not go on with what was asked of it here. Seconds that this may take."""
         if isinstance(self.child, Child):
             return 0.0
+        codec: Codec[ToEngine] = Codec(ToEngine)
         with contextlib.suppress(PeerGoneError):
-            self.wire.send(_STOP)
+            self.wire.send(codec.encode(Stop()))
         return _LAST_WORDS_S
 
     def _read(self) -> EngineDeadError | None:
