@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.checkpoint import source
 from quire.checkpoint.fingerprint import fingerprints
 from quire.config import EngineArgs
 from quire.config.agreement import differences, statement
@@ -124,3 +125,19 @@ def test_a_server_without_engines_needs_no_weights(tmp_path: Path) -> None:
     here, there = stated(tmp_path / "a", weights=None), stated(tmp_path / "b")
     assert here["model_config.weights"] == {} and differences(here, there, model_only=True) == ""
     assert "only there model.safetensors, only here none" in differences(here, there)
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_a_server_without_engines_fetches_no_weights(
+    here: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def locate(*args: Any, weights: bool) -> Any:
+        asked.append(weights)
+        return source.locate(*args, weights=weights)
+
+    monkeypatch.setattr("quire.config.resolve.locate", locate)
+    where = {"data_parallel_address": "127.0.0.1", "data_parallel_size": 2}
+    stated(tmp_path / "a", data_parallel_size_local=here, **where)
+    assert asked[0] == (here > 0)
