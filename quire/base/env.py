@@ -389,8 +389,10 @@ SHARE_GPUS = Variable(
     "1: where there are more workers than GPUs, several share one, through gloo and without graphs: slow, for tests.",
 )  # fmt: skip
 NODE_TIMEOUT_S = Variable(
-    "NODE_TIMEOUT_S", 1.5, _seconds, "Seconds of silence after which another machine of a server is taken to be lost."
-)
+    "NODE_TIMEOUT_S", 1.5, _seconds,
+    "Seconds of silence after which another machine of a server is taken to be lost. Unset: 10 for machines that have "
+    "whole engines (data_parallel_size_local), 1.5 for those that share one (nnodes).",
+)  # fmt: skip
 NODE_KEY = Variable[str | None](
     "NODE_KEY", None, str,
     "The same secret on all machines of a server (nnodes, headless), at least 16 characters; only who knows it may "

@@ -35,11 +35,12 @@ def address_of(host: str, param: str) -> str:
 
 
 def listen(
-    address: str, port: int, key: bytes, welcome: Callable[[Lifeline], None], *, who: str, params: tuple[str, str]
-) -> Listener:
-    """On the machine that the others join. `params`: the options that say where."""
+    address: str, port: int, key: bytes, welcome: Callable[[Lifeline], None], *,
+    limit: float, who: str, params: tuple[str, str],
+) -> Listener:  # fmt: skip
+    """On the machine that the others join. `limit`: seconds of silence. `params`: the options that say where."""
     try:
-        return Listener(address, port, key, welcome, limit=env.NODE_TIMEOUT_S.get())
+        return Listener(address, port, key, welcome, limit=limit)
     except OSError as wrong:
         raise ConfigError(
             f"{who} cannot listen on {address}:{port} ({', '.join(params)}): {wrong.strerror}",

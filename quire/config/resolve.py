@@ -84,7 +84,7 @@ def find_model(requested: Requested, config: EngineConfig) -> EngineConfig:
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or omit it", param="model")
     located = locate(
         model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns,
-        weights=not config.renders_only,
+        weights=not config.renders_only and config.parallel_config.data_parallel_size_local > 0,
     )  # fmt: skip
     if not model.model:
         log.info("No model was named: using the embedded %s", located.name)

@@ -69,6 +69,9 @@ class PlacingClient(Protocol):
 
     def place(self, requests: Sequence[EngineRequest], rank: int | None = None) -> int: ...
 
+    def begin_close(self, reason: str = "") -> None:
+        """Before `close`, if this is no shutdown: why the engines have to stop."""
+
 
 class EngineClient(Protocol):
     @property

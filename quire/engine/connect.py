@@ -6,6 +6,7 @@ know: what any of them does with requests.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -61,21 +62,31 @@ def start_several(config: EngineConfig, *, begun: Sequence[Begun] = (), shared: 
             "(QUIRE_ENABLE_V1_MULTIPROCESSING=0 forbids them)",
             param="data_parallel_size",
         )
-    elsewhere = _of_other_machines(config) if parallel.num_engines_elsewhere else []
-    here = parallel.ranks_here[len(begun) :]
-    waiting = [*begun, *(begin_engine(shared=shared, name=f"engine {rank}") for rank in here)]
-    folders = [one.folder for one in waiting]
-    if parallel.experts_span_engines:
-        config = replace(config, **{"parallel_config.experts_meeting": f"file://{folders[0]}/{_MEETING}"})
-    else:
-        folders = []
-    members: list[MemberClient] = [
-        ProcessClient(
-            config_of_engine(config, place), shared=shared, begun=one, peers=[f for f in folders if f != one.folder]
-        )
-        for place, one in enumerate(waiting)
-    ]
-    return _several(config, [*members, *elsewhere])
+    waiting = list(begun)
+    members: list[MemberClient] = []
+    with contextlib.ExitStack() as made:  # undone, unless all of it is
+        elsewhere = _of_other_machines(config) if parallel.num_engines_elsewhere else []
+        made.callback(_undo, elsewhere)
+        for rank in parallel.ranks_here[len(begun) :]:
+            waiting.append(begin_engine(shared=shared, name=f"engine {rank}"))
+            made.callback(waiting[-1].end)
+        made.callback(_undo, members)
+        folders = [one.folder for one in waiting] if parallel.experts_span_engines else []
+        if folders:
+            config = replace(config, **{"parallel_config.experts_meeting": f"file://{folders[0]}/{_MEETING}"})
+        for place, one in enumerate(waiting):
+            peers = [folder for folder in folders if folder != one.folder]
+            members.append(ProcessClient(config_of_engine(config, place), shared=shared, begun=one, peers=peers))
+        several = _several(config, [*members, *elsewhere])
+        made.pop_all()
+    return several
+
+
+def _undo(members: Sequence[MemberClient]) -> None:
+    for member in members:
+        member.begin_close("it could not start")
+    for member in members:
+        member.close()
 
 
 def _of_other_machines(config: EngineConfig) -> Sequence[MemberClient]:

@@ -6,11 +6,11 @@
     refuses it, or sends the run's secret        ----->  starts them; each has a mailbox on TCP (base/sockets.py)
     its clients join them there (RemoteEngine)   <-----  where each mailbox is; how an engine ended; when each last
                                                          got anywhere
-    leave                                        ----->  all end
+    leave, and why                               ----->  all end
 
 Requests and outputs go between clients and engines over the mailboxes, not through here. From the first word on each
-side knows within QUIRE_NODE_TIMEOUT_S when the other is gone: a lost machine is the end of its engines, the end of the
-server is the end of all. Must not know: prompts, how an engine is made, or which one a request goes to.
+side knows within a limit (QUIRE_NODE_TIMEOUT_S) when the other is gone: a lost machine is the end of its engines, the
+end of the server is the end of all. Must not know: prompts, how an engine is made, or which one a request goes to.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 log = logger(__name__)
 SERVER = 999_999  # the client that the server's first process is; API processes count from 1
 _ADDRESS, _PORT = "data_parallel_address", "data_parallel_rpc_port"
+_SILENCE_S = 10.0  # unless NODE_TIMEOUT_S is set: a program's own code may hold up the thread that sends
 _PATIENCE_S = 10.0  # that a machine may take to leave
 _LOOK_S = 0.2  # between two looks at the pulses of engines
 
@@ -95,6 +96,8 @@ class EnginesRefused(msgspec.Struct, frozen=True, tag="refused"):
 class EnginesLeave(msgspec.Struct, frozen=True, tag="leave"):
     """The server ends, or all engines of the machine have."""
 
+    reason: str = ""  # why it could not go on; "": it was shut down
+
 
 _FROM = msgspec.msgpack.Decoder(EnginesHello | EngineOpen | EngineEnded | EnginePulse | MachineStops)
 _TO = msgspec.msgpack.Decoder(EnginesWelcome | EnginesRefused | EnginesLeave)
@@ -103,6 +106,11 @@ _encode = msgspec.msgpack.encode
 
 def _key() -> bytes:
     return node_key("engines on several machines", _ADDRESS)
+
+
+def _limit() -> float:
+    """Seconds of silence after which the other side is lost."""
+    return env.NODE_TIMEOUT_S.get() if env.NODE_TIMEOUT_S.is_set() else _SILENCE_S
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -172,9 +180,13 @@ class RemoteEngine(AttachedClient):
     def abandon(self) -> None:
         self._seat.end("others could not start")
 
-    def begin_close(self) -> None:
-        super().begin_close()
-        self._machines.leave()
+    def begin_close(self, reason: str = "") -> None:
+        super().begin_close(reason)
+        self._machines.leave(reason)
+
+    def forget(self) -> None:
+        """Nobody was asked to join."""
+        self._finalizer()
 
     def close(self) -> None:
         self._machines.close()
@@ -189,10 +201,11 @@ class _RemoteMachine:
         self.lifeline, self.seats, self.left = lifeline, seats, threading.Event()
         self.name = f"{lifeline.peer} with {_names([seat.rank for seat in seats])}"
 
-    def follow(self) -> None:
-        """Until it is gone."""
+    def follow(self, secret: bytes) -> None:
+        """Until it is gone. The root of a thread: however this ends, the machine's engines do."""
         mine = {seat.rank: seat for seat in self.seats}
         try:
+            self.lifeline.send(_encode(EnginesWelcome(self.lifeline.hide(secret))))
             while True:
                 message = _FROM.decode(self.lifeline.receive())
                 if isinstance(message, MachineStops):
@@ -201,8 +214,12 @@ class _RemoteMachine:
                     self._hear(mine[message.rank], message)
         except (LostError, msgspec.DecodeError) as lost:
             self._end(f"machine {self.name} is lost: {lost}")
-        self.lifeline.close()
-        self.left.set()
+        except Exception as failed:  # ours: whoever waits for its engines must not wait for ever
+            log.error("Hearing from machine %s failed", self.name, exc_info=failed)
+            self._end(f"hearing from machine {self.name} failed: {message_of(failed)}")
+        finally:
+            self.lifeline.close()
+            self.left.set()
 
     def _hear(self, seat: Seat, message: EngineOpen | EngineEnded | EnginePulse) -> None:
         if isinstance(message, EngineOpen):
@@ -213,14 +230,14 @@ class _RemoteMachine:
         else:
             seat.end(message.reason, message.error_kind)
             if all(one.departure.reason is not None for one in self.seats):
-                self.leave()
+                self.leave("its engines have ended")
 
     def _end(self, reason: str) -> None:
         for seat in self.seats:
             seat.end(reason)
 
-    def leave(self) -> None:
-        self.lifeline.send(_encode(EnginesLeave()))
+    def leave(self, reason: str) -> None:
+        self.lifeline.send(_encode(EnginesLeave(reason)))
 
 
 class Machines:
@@ -235,32 +252,51 @@ class Machines:
         self._engines_stated = self._stated if self._has_engines else None
         self._lock, self._machines = threading.Lock(), list[_RemoteMachine]()
         self._is_left = False
-        key, ranks = _key(), parallel.engine_ranks[parallel.data_parallel_size_local :]
-        with self._lock:  # nobody is welcome before all is made
-            self._listener = listen(self.address, port, key, self._welcome, who="the server", params=(_ADDRESS, _PORT))
-            self._seats = {rank: Seat(rank) for rank in ranks}
-        self.members = [RemoteEngine(seat, self) for seat in self._seats.values()]
+        self._seats, self.members = dict[int, Seat](), list[RemoteEngine]()
+        key = _key()
+        try:
+            for rank in parallel.engine_ranks[parallel.data_parallel_size_local :]:
+                self._seats[rank] = Seat(rank)
+                self.members.append(RemoteEngine(self._seats[rank], self))
+            with self._lock:  # whoever joins at once finds the listener here
+                self._listener = listen(
+                    self.address, port, key, self._welcome, limit=_limit(), who="the server", params=(_ADDRESS, _PORT)
+                )
+        except BaseException:
+            for member in self.members:
+                member.forget()
+            for seat in self._seats.values():
+                seat.close()
+            raise
         log.info("Waiting for %s at %s:%d", _names(list(self._seats)), self.address, port)
 
     def _welcome(self, lifeline: Lifeline) -> None:
+        """The root of a thread."""
+        machine = None
         try:
-            hello = _FROM.decode(lifeline.receive())
+            machine = self._admit(lifeline)
         except (LostError, msgspec.DecodeError) as wrong:
             log.warning("A machine left at once: %s", wrong)
+        except Exception as failed:  # ours: it must not beat on as if it were one of the server's
+            log.error("A machine at %s could not be admitted", lifeline.peer, exc_info=failed)
+        if machine is None:
             lifeline.close()
             return
+        machine.follow(self.secret)
+
+    def _admit(self, lifeline: Lifeline) -> _RemoteMachine | None:
+        """None: it was refused."""
+        hello = _FROM.decode(lifeline.receive())
         with self._lock:
             reason = self._why_not(hello)
             if reason:
                 log.warning("%s was refused: %s", lifeline.peer, reason)
                 lifeline.send(_encode(EnginesRefused(reason)))
-                lifeline.close()
-                return
+                return None
             assert isinstance(hello, EnginesHello)
             machine = self._seat(hello, lifeline)
         log.info("%s has joined", machine.name)
-        lifeline.send(_encode(EnginesWelcome(lifeline.hide(self.secret))))
-        machine.follow()
+        return machine
 
     def _seat(self, hello: EnginesHello, lifeline: Lifeline) -> _RemoteMachine:
         seats = [self._seats[rank] for rank in range(hello.first, hello.first + hello.number)]
@@ -292,15 +328,15 @@ class Machines:
             differences(self._engines_stated, hello.stated) if self._engines_stated is not None else ""
         )
 
-    def leave(self) -> None:
-        """Tell all of them to, once."""
+    def leave(self, reason: str = "") -> None:
+        """Tell all of them to, once. `reason`: why the server could not go on, unless it was shut down."""
         with self._lock:
             is_left, self._is_left = self._is_left, True
             machines = list(self._machines)
         if not is_left:
             self._listener.close()
             for machine in machines:
-                machine.leave()
+                machine.leave(reason)
 
     def close(self) -> None:
         """Wait until they have left."""
@@ -332,7 +368,7 @@ def run_engines(config: EngineConfig, *, stall_s: float = 0.0) -> None:
         stated = statement(config)
         try:
             patience = float(env.ENGINE_START_TIMEOUT_S.get())
-            lifeline = call(leader, port, key, limit=env.NODE_TIMEOUT_S.get(), patience=patience)
+            lifeline = call(leader, port, key, limit=_limit(), patience=patience)
         except LostError as lost:
             raise EngineDeadError(f"{_names(ranks)} could not join the server at {where}: {lost}") from None
         stop = close_at_signals(lifeline, _encode(MachineStops()))
@@ -354,16 +390,17 @@ def _join(engines: _Engines, where: str) -> None:
     reply = _TO.decode(engines.lifeline.receive())
     if isinstance(reply, EnginesRefused):
         raise EngineDeadError(f"{_names(engines.ranks)} were refused by the server at {where}: {reply.reason}")
-    if isinstance(reply, EnginesLeave):
-        return
     try:
-        engines.start(engines.lifeline.hide(reply.hidden))
-        while not isinstance(_TO.decode(engines.lifeline.receive()), EnginesLeave):
-            pass
+        if isinstance(reply, EnginesWelcome):
+            engines.start(engines.lifeline.hide(reply.hidden))
+        while not isinstance(reply, EnginesLeave):
+            reply = _TO.decode(engines.lifeline.receive())
     finally:
         engines.close()
     if len(engines.reasons) == len(engines.ranks):
         raise EngineDeadError("; ".join(engines.reasons[rank] for rank in sorted(engines.reasons)))
+    if reply.reason:
+        raise EngineDeadError(f"the server at {where} ended: {reply.reason}")
     log.info("The server was shut down")
 
 

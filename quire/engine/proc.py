@@ -155,9 +155,10 @@ class _Receiver:
         """Until the mailbox is closed, or something goes wrong: either way the loop ends."""
         try:
             while True:
-                self._read()
-        except FramesLostError as lost:
-            self.failed = EngineDeadError(str(lost))
+                try:
+                    self._read()
+                except FramesLostError as lost:
+                    self._give_up(lost)
         except PeerGoneError:
             pass
         except Exception as failed:  # noqa: BLE001  # the root of the receiving thread: the loop raises it once it has stopped
@@ -179,6 +180,19 @@ class _Receiver:
             self._answer_unreadable(client, frames, wrong)
         else:
             self._take(client, message)
+
+    def _give_up(self, lost: FramesLostError) -> None:
+        """A client of which something is missing hears no more, and whatever else it says has no effect; the others go
+        on. EngineDeadError: it is the owner."""
+        client, routes = _client_of(lost.sender), self._post.routes
+        if routes is None or client is None or client == OWNER:
+            raise EngineDeadError(str(lost)) from None
+        if not routes.has(client):
+            return
+        log.error("Client %d is given up: %s", client, lost)
+        self._post.send(client, EngineDied(reason=str(lost), details=str(lost)))
+        self._post.hub.drop(str(client), _LAST_WORDS_S)
+        self._inbox.put(routes.leave(client))
 
     def _take(self, client: int, message: ToEngine) -> None:
         routes = self._post.routes

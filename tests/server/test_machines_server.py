@@ -127,13 +127,18 @@ def test_a_machine_that_goes_takes_its_own_requests(number: int, said: str, mach
         assert server.wait(60) == 0
 
 
-def test_a_server_without_engines_and_the_order_of_its_end(machines: Machines) -> None:
-    """`--data-parallel-size-local 0`; two machines, the second of them late. All end with the server."""
-    with machines.server(local=0) as server, machines.node(start=0, number=1) as first:
+def test_a_server_without_engines_and_the_order_of_its_end(machines: Machines, tmp_path: Path) -> None:
+    """`--data-parallel-size-local 0`, and no weights there; two machines, the second of them late. All end with the
+    server."""
+    there = write_model(tmp_path / "there")
+    Path(there, "model.safetensors").write_bytes(b"w" * 99)
+    with machines.server(local=0) as server, machines.node(start=0, number=1, model=there) as first:
         server.wait_for_line("127.0.0.. with engine 0 has joined")
         server.wait_for_line("Engine 0 on .* is ready")
         assert not any("Listening" in line for line in server.lines)  # it waits for all
-        with machines.node(start=1, number=3) as second:
+        with machines.node(start=1, number=3) as third:  # machines with engines are compared with each other
+            assert third.wait(60) == 1 and "only there none, only here model.safetensors" in third.lines[-1]
+        with machines.node(start=1, number=3, model=there) as second:
             ready(server)
             assert engine_pids(server) == [] and len(engine_pids(first)) == 1 and len(engine_pids(second)) == 3
             with pytest.raises(OSError):  # all are there: nobody else is listened to
@@ -212,6 +217,16 @@ def test_an_engine_that_cannot_start_there_ends_the_start(machines: Machines) ->
         assert node.wait(60) == 1 and "lm_head" in node.log
 
 
+def test_a_machine_hears_why_the_start_failed_elsewhere(machines: Machines) -> None:
+    bad = ("--additional-config", '{"bad_checkpoint": true}')
+    with machines.server(local=1) as server, machines.node(start=1, number=1) as good:
+        server.wait_for_line("Engine 1 on .* is ready")
+        with machines.node(*bad) as node:
+            assert server.wait(60) == 1 and node.wait(60) == 1
+        assert good.wait(60) == 1 and "The server was shut down" not in good.log
+        assert re.search(r"the server at 127\.0\.0\.2:\d+ ended: engines 2, 3: .*lm_head", good.lines[-1]), good.log
+
+
 def test_a_machine_that_never_comes(machines: Machines) -> None:
     with machines.server(QUIRE_ENGINE_START_TIMEOUT_S="3") as server:
         assert server.wait(60) == 1
@@ -249,8 +264,9 @@ def test_two_machines_and_a_cable_that_breaks(cable: tuple[str, str], folder: Pa
     where = ("--data-parallel-address", "10.213.7.1", "--data-parallel-rpc-port", "13345")
     flags = (str(folder), *OPTIONS, "-dp", "2", "-dpl", "1", *where)
     within = [("ip", "netns", "exec", name) for name in cable]
-    first = started(*flags, "--port", "0", fake=False, env=KEY, within=within[0])
-    second = started(*flags, "--headless", "-dpr", "1", fake=False, env=KEY, within=within[1])
+    limit = {**KEY, "QUIRE_NODE_TIMEOUT_S": "1.5"}
+    first = started(*flags, "--port", "0", fake=False, env=limit, within=within[0])
+    second = started(*flags, "--headless", "-dpr", "1", fake=False, env=limit, within=within[1])
     with first as server, second as node:
         server.url = url_of(server, "10.213.8.2")
         assert [tokens_of(server.url) for _ in range(4)] == [expected] * 4

@@ -122,6 +122,13 @@ def attach(owner: ProcessClient, number: int) -> tuple[AttachedClient, Collector
     return client, sink
 
 
+def wait_idle(owner: ProcessClient) -> None:
+    """Before its requests would have ended by themselves, after 150 s."""
+    deadline = now() + 100
+    while owner.call("stats", timeout=60)["running"]:
+        assert now() < deadline
+
+
 def test_two_clients_of_one_engine(owner):
     (one, heard), (two, also) = attach(owner, 1), attach(owner, 2)
     one.submit([ask("a", "abc", 4)])
@@ -240,21 +247,34 @@ def test_whoever_has_another_secret_is_not_heard(reachable):
     client.close()
 
 
-def test_what_is_lost_on_the_network_ends_the_engine_for_all(reachable):
+def test_a_client_whose_message_was_lost_on_the_network_is_given_up_alone(reachable):
     (one, heard), (two, also) = attach(reachable, 1), attach(reachable, 2)
+    one.submit([ask("a", max_tokens=300, sleep=0.5)])
+    heard.wait_for(lambda o: o.new_token_ids)
     one._reader.wire._seal._sent[b"from 1"] += 1  # a message that never arrives
     one.abort(["nothing"])
-    for sink in (heard, also):
-        assert sink.ended.wait(60) and "messages were lost on the network: message 2 came" in str(sink.error)
+    assert heard.ended.wait(60) and "messages were lost on the network: message 3 came" in str(heard.error)
+    wait_idle(reachable)
+    two.submit([ask("b", "abc", 4)])  # the others go on
+    also.wait_for(lambda o: o.finish_reason)
+    assert not also.ended.is_set()
     one.close()
     two.close()
+
+
+def test_the_owner_cannot_be_given_up(reachable):
+    _, heard = attach(reachable, 1)
+    reachable._reader.wire._seal._sent[b"from 0"] += 1
+    reachable.abort(["nothing"])
+    assert heard.ended.wait(60) and "messages were lost on the network" in str(heard.error)
 
 
 def test_a_client_that_misses_something_gives_the_engine_up(reachable):
     (one, heard), (two, also) = attach(reachable, 1), attach(reachable, 2)
     one._reader.wire._seal._received[b"to 1"] -= 1
-    one.submit([ask("a", "abc", 4)])
+    one.submit([ask("a", max_tokens=300, sleep=0.5)])
     assert heard.ended.wait(60) and "messages were lost on the network" in str(heard.error)
+    wait_idle(reachable)  # nobody would hear of it
     two.submit([ask("b", "abc", 4)])  # the others go on
     also.wait_for(lambda o: o.finish_reason)
     one.close()
