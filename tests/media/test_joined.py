@@ -260,12 +260,12 @@ CASES["gemma 3n"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "
 CASES["gemma 3n, audio"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<audio_soft_token>")
 
 
-def write_model(name: str, folder: Path) -> Any:
+def write_model(name: str, folder: Path, seed: int = 3) -> Any:
     """A tiny random checkpoint of one of CASES; the model."""
     configure, cls, own, settings, _ = CASES[name]
     write_tokenizer(folder)
     vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     with without_timm():
         model = getattr(tf, cls)(configure(vocab)).eval().float()
     with torch.no_grad():
