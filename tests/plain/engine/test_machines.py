@@ -48,11 +48,17 @@ class Line:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where private folders are made: a path short enough for sockets, which that of tmp_path may not be."""
+    with tempfile.TemporaryDirectory(prefix="q") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, temporary: str, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     use_fake(monkeypatch)
     monkeypatch.setenv("QUIRE_NODE_KEY", "a key that all machines know")
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     env.forget_all()
     args = EngineArgs(
         model=write_model(tmp_path / "model"), data_parallel_size=3, data_parallel_size_local=1,
@@ -69,9 +75,9 @@ def waiting(config: EngineConfig) -> Iterator[Machines]:
         member.close()
 
 
-def in_use(tmp_path: Path) -> tuple[int, list[str]]:
+def in_use(temporary: str) -> tuple[int, list[str]]:
     gc.collect()  # pulses, which are mapped files
-    return len(os.listdir("/proc/self/fd")), os.listdir(tmp_path / "temporary")
+    return len(os.listdir("/proc/self/fd")), os.listdir(temporary)
 
 
 def test_silence_may_last_longer_than_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,25 +128,25 @@ def test_machines_are_told_why(waiting: Machines) -> None:
     assert [word.reason for word in line.sent] == ["engine 0: no memory"]
 
 
-def test_a_port_that_is_taken_leaves_nothing(waiting: Machines, config: EngineConfig, tmp_path: Path) -> None:
-    before = in_use(tmp_path)
+def test_a_port_that_is_taken_leaves_nothing(waiting: Machines, config: EngineConfig, temporary: str) -> None:
+    before = in_use(temporary)
     with pytest.raises(ConfigError, match="cannot listen"):
         Machines(config)
-    assert in_use(tmp_path) == before
+    assert in_use(temporary) == before
 
 
 @pytest.mark.parametrize("name", ["ProcessClient", "begin_engine"])
 def test_a_start_that_fails_gives_all_back(
-    name: str, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, config: EngineConfig, temporary: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no more")
 
     monkeypatch.setattr(f"quire.engine.process_client.{name}", fail)
-    before = in_use(tmp_path)
+    before = in_use(temporary)
     with pytest.raises(MemoryError):
         connect.start_several(config)
-    assert in_use(tmp_path) == before
+    assert in_use(temporary) == before
     for member in (again := Machines(config)).members:  # the port is free
         member.close()
     assert again._is_left
