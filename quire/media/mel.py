@@ -28,6 +28,14 @@ def check_transforms(frames: int, size: int, bins: int, limit: int = MOST_NUMBER
         )
 
 
+def _windows(samples: Array, num: int, window: int, hop: int) -> Array:
+    """(num, window) that overlap: nothing is copied."""
+    import numpy as np  # lazy
+
+    (step,) = samples.strides
+    return np.lib.stride_tricks.as_strided(samples, (num, window), (hop * step, step), writeable=False)
+
+
 @dataclass(frozen=True)
 class MelOptions:
     bins: int = 80
@@ -43,8 +51,7 @@ def log_mel(samples: Array, options: MelOptions) -> Array:
     half = options.window // 2
     padded = np.pad(samples.astype(np.float64), half, mode="reflect")
     num = len(samples) // options.hop
-    shape, step = (num, options.window), padded.strides[0]
-    frames = np.lib.stride_tricks.as_strided(padded, shape, (options.hop * step, step), writeable=False)
+    frames = _windows(padded, num, options.window, options.hop)
     window = 0.5 - 0.5 * np.cos(2 * math.pi * np.arange(options.window) / options.window)
     filters = mel_filters(options)
     out = np.empty((options.bins, num), np.float32)
@@ -73,9 +80,7 @@ def log_banks(samples: Array, options: BankOptions) -> Array:
     import numpy as np  # lazy
 
     num = (len(samples) - options.window) // options.hop + 1
-    samples = np.ascontiguousarray(samples, np.float32)
-    shape, step = (num, options.window), samples.strides[0]
-    frames = np.lib.stride_tricks.as_strided(samples, shape, (options.hop * step, step), writeable=False)
+    frames = _windows(np.ascontiguousarray(samples, np.float32), num, options.window, options.hop)
     window = 0.54 - 0.46 * np.cos(2 * math.pi * np.arange(options.window) / (options.window - 1))
     filters = bank_filters(options).astype(np.float32)
     out = np.empty((num, options.bins), np.float32)
@@ -106,9 +111,7 @@ def log_magnitudes(samples: Array, options: MagnitudeOptions) -> Array:
     import numpy as np  # lazy
 
     num = max(0, (len(samples) - options.window - 1) // options.hop + 1)
-    samples = np.ascontiguousarray(samples, np.float32)
-    shape, step = (num, options.window), samples.strides[0]
-    frames = np.lib.stride_tricks.as_strided(samples, shape, (options.hop * step, step), writeable=False)
+    frames = _windows(np.ascontiguousarray(samples, np.float32), num, options.window, options.hop)
     window = (0.5 * (1 - np.cos(2 * np.pi * np.arange(options.window, dtype=np.float32) / options.window))).astype(
         np.float32
     )

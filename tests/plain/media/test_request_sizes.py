@@ -16,7 +16,7 @@ from quire.media import pixels
 from quire.media.audio import Audio, resample
 from quire.media.families import gemma, make_family, phi, speech
 from quire.media.inputs import MediaInputs
-from quire.media.settings import ProcessorFiles
+from quire.media.settings import ProcessorFiles, Settings
 from quire.media.sources import MediaSources
 from quire.media.video import Video
 from quire.media.workers import MediaWorkers
@@ -53,7 +53,9 @@ def test_sizes_that_vectors_do_not_follow_belong_to_the_model(
     owner = inputs(name, workers)
     with pytest.raises(InputError, match=rf"{setting} is .*it belongs to the model and must be .* for image items"):
         owner.load({"image": IMAGE}, processor_options={setting: value})
-    own = owner.family.image.get(setting)  # type: ignore[attr-defined]
+    settings: Settings = vars(owner.family)["image"]
+    own = settings.get(setting)
+    assert own is not None
     plain = owner.loaded(owner.load({"image": IMAGE})).items["image"][0].item
     for same in (own, tuple(own) if isinstance(own, list) else own, None):
         futures = owner.load({"image": IMAGE}, processor_options={setting: same})
