@@ -133,7 +133,9 @@ class Forced:
 def answers(made: Made, dtype: str, speculative: dict[str, Any] | None, **options: Any) -> tuple[Texts, float]:
     """Texts, and how many drafts were right."""
     given = prompts()
-    params = [SamplingParams(max_tokens=20 + i % 20, detokenize=False, **PARAMS[i % len(PARAMS)]) for i in range(len(given))]
+    params = [
+        SamplingParams(max_tokens=20 + i % 20, detokenize=False, **PARAMS[i % len(PARAMS)]) for i in range(len(given))
+    ]
     with LLM(
         str(made.folder), dtype=dtype, skip_tokenizer_init=True, max_model_len=160, max_num_seqs=24, seed=0,
         max_num_batched_tokens=96, disable_log_stats=False, speculative_config=speculative,
