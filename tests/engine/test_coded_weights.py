@@ -3,6 +3,7 @@ as it is, numbers are rounded as they arrive, and no more is in memory than the 
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ def coded_of(model: Any) -> dict[str, CodedParts]:
 
 def test_every_format_is_named() -> None:
     assert set(KINDS) == set(FORMS)
+
+
+def test_the_docs_have_the_table_of_the_tests() -> None:
+    table = importlib.import_module("tests.quantized_table")  # which reads the tables of this file
+    page = table.PAGE.read_text()
+    assert table.written(page) == page, "run python -m tests.quantized_table"
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -430,8 +430,8 @@ MEASURE = """
 )
 def test_nothing_is_decoded_to_full_size(tmp_path, quantization, kept, final, work):
     """At no time more than the final weights and a layer's work, whether codes are loaded or numbers of 16 bits are
-    rounded as they come: 12 layers would take 12 times as much. `final`: bytes that a number takes in the end, `work`:
-    that one of a layer in work takes (codes, scales and float32 numbers of one layer; numbers of 16 bits in float32)."""
+    rounded as they come: 12 layers would take 12 times as much. `final`: bytes of a number in the end, `work`: of a
+    number of the layer in work (codes, scales and decoded numbers; numbers of 16 bits in float32)."""
     folder, small = tmp_path / "model", tmp_path / "small"
     sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 2048}
     if quantization == "gptq":
