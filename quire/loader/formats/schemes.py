@@ -55,6 +55,8 @@ def _of_scheme(parts: Parts, schemes: list[Mapping[str, Any]]) -> InputCoding:
     is_float, bits = inputs.get("type", "int") == "float", inputs.get("num_bits", 8)
     form = ("fp4" if bits == 4 else "fp8") if is_float else "int8"
     if inputs.get("dynamic") is False:
+        if "input_scale" not in parts and not all(scheme.get("input_activations") for scheme in schemes):
+            return PLAIN_INPUT  # the matrix is of a scheme that does not round inputs
         parts.need("input_scale")
         return InputCoding(form, "static")
     by = {"tensor": "tensor", "group": "group", "tensor_group": "group"}.get(str(inputs.get("strategy")), "token")
