@@ -38,6 +38,10 @@ class LoRAConfig(Group):
         None, "Names of layers that adapters may change; an adapter of any other is refused.",
         name="lora_target_modules", take=split_at_commas,
     )  # fmt: skip
+    default_mm_loras: dict[str, str] | None = option(
+        None, "Folder of an adapter for each kind of media (image, video, audio): requests that bring this kind, and no "
+        "other kind that is listed, get it unless they name an adapter.",
+    )  # fmt: skip
 
 
 @group

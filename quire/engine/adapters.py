@@ -9,7 +9,7 @@ they are done. Must not know: tensors, sockets.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -188,6 +188,14 @@ class EngineAdapters:
             if len(done) == len(by_rank):
                 del self._reads[read.serial]
                 yield next((one for one in done if one.error is not None), read)
+
+
+def media_adapters(folders: Mapping[str, str] | None) -> dict[str, LoRARequest]:
+    """Those of default_mm_loras, by kind of media: named after it, with ids from 1 in the order of these names."""
+    return {
+        kind: LoRARequest(kind, number, absolute(folder))
+        for number, (kind, folder) in enumerate(sorted((folders or {}).items()), 1)
+    }
 
 
 def lora_request_of(value: Any) -> LoRARequest:
