@@ -614,7 +614,18 @@ def choose_adapters(requested: Requested, config: EngineConfig) -> EngineConfig:
     if config.model_config.model_impl == "transformers":
         raise NotBuiltError("enable_lora: transformers' own classes take no adapters", param="enable_lora")
     _check_media_adapters(config.model_config, lora.default_mm_loras or {})
-    return replace(config, lora_config=replace(lora, max_cpu_loras=most))
+    dtype = lora.lora_dtype
+    if dtype == "auto" and requested.get("dtype") in (None, "auto") and _multiplies_codes(config):
+        log.info("lora_dtype: bfloat16 (the model's weights have fewer bits; lora_dtype=float32 forces float32)")
+        dtype = "bfloat16"
+    return replace(config, lora_config=replace(lora, max_cpu_loras=most, lora_dtype=dtype))
+
+
+def _multiplies_codes(config: EngineConfig) -> bool:
+    """With inputs in float32, on CPU: what is read beside the weights is several times their size if it is float32."""
+    model = config.model_config
+    on_gpu = config.device_config.device == "cuda"
+    return not on_gpu and model.weight_form in ("stored", "int8", "int4") and model.dtype == "float32"
 
 
 def _check_media_adapters(model: ModelConfig, folders: Mapping[str, str]) -> None:
