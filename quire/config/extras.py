@@ -32,7 +32,8 @@ class LoRAConfig(Group):
     )
     max_cpu_loras: int | None = option(None, "Adapters in host memory; unset, and 0, is max_loras.")
     lora_dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "Precision of adapters; auto is the model's, and bfloat16 on CPU beside weights of fewer bits.",
+        "auto",
+        "Precision of adapters; auto is the model's, and bfloat16 on CPU beside weights of fewer bits.",
         take=dtype_name,
     )
     target_modules: tuple[str, ...] | None = option(

@@ -226,7 +226,9 @@ class InputProcessor:
 
     def _media_adapter(self, items: Sequence[MediaItem]) -> LoRARequest | None:
         """That of the only kind of media in a prompt that has one."""
-        found = [self._media_adapters[kind] for kind in {item.modality for item in items} if kind in self._media_adapters]
+        found = [
+            self._media_adapters[kind] for kind in {item.modality for item in items} if kind in self._media_adapters
+        ]
         return found[0] if len(found) == 1 else None
 
     def _adapter(self, options: Options) -> tuple[int, str | None, str | None]:
