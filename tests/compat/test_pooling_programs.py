@@ -33,11 +33,17 @@ def near(found: Any, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=1e-4)
 
 
+def regret(judge: Any, prompt: list[int], ids: list[int]) -> float:
+    """By how many nats tokens are less likely than the likeliest, on average."""
+    scores = log_probabilities(judge, prompt + ids)[len(prompt) - 1 : -1]
+    return float((scores.amax(-1) - scores[range(len(ids)), ids]).mean())
+
+
 def test_lora_with_quantization_inference(warm: Warm, tmp_path: Path) -> None:
-    """Three engines in one process, each let go before the next; answers are those of merged weights, but for what
-    kernels of coded weights round: no token is far less likely than the likeliest."""
+    """Three engines in one process, each let go before the next. Kernels of coded weights round their inputs, so that
+    tokens need not be those of merged weights; but they are far nearer to those than to the other model's."""
     models = {name: write(tmp_path / name, "LlamaForCausalLM", FORMS[form][0]) for name, form in METHODS.items()}
-    adapter = write_adapter(models["awq"], tmp_path / "adapter", rank=8)
+    adapter = write_adapter(models["awq"], tmp_path / "adapter", rank=8, strength=0.1)
     given = [f"{name}={tmp_path / name}" for name in METHODS]
     printed = warm.run("lora_with_quantization_inference", str(tmp_path / "adapter"), *given)
     assert quoted(printed, "Freed") == [True] * 3
@@ -49,9 +55,8 @@ def test_lora_with_quantization_inference(warm: Warm, tmp_path: Path) -> None:
         for number, lora in enumerate((None, "lora-test-1", "lora-test-2")):
             used, prompt, ids = found[name, str(number)]
             assert used == lora and len(ids) == 8
-            scores = log_probabilities(merged if lora else model, prompt + ids)[len(prompt) - 1 : -1]
-            given = scores[range(8), ids]
-            assert float((scores.amax(-1) - given).max()) < 0.3, (name, lora)
+            own, other = (merged, model) if lora else (model, merged)
+            assert regret(own, prompt, ids) < 0.2 and regret(own, prompt, ids) < regret(other, prompt, ids) / 4
             answers.append(tuple(ids))
         assert len(set(answers)) == 2
 
