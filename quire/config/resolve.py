@@ -613,6 +613,10 @@ def choose_adapters(requested: Requested, config: EngineConfig) -> EngineConfig:
         )
     if config.model_config.model_impl == "transformers":
         raise NotBuiltError("enable_lora: transformers' own classes take no adapters", param="enable_lora")
+    if config.model_config.is_pooling and config.device_config.device == "cuda":
+        raise NotBuiltError(
+            "enable_lora: on a GPU, pooling models take no adapters in this version", param="enable_lora"
+        )
     _check_media_adapters(config.model_config, lora.default_mm_loras or {})
     dtype = lora.lora_dtype
     if dtype == "auto" and requested.get("dtype") in (None, "auto") and _multiplies_codes(config):

@@ -218,3 +218,12 @@ def located(value: Any) -> LoRARequest:
     """The same adapter with its absolute path, so that loading it and using it mean one folder."""
     lora = lora_request_of(value)
     return msgspec.structs.replace(lora, lora_path=absolute(lora.lora_path))
+
+
+def pair_adapters(value: Any, num_prompts: int) -> list[LoRARequest | None]:
+    """One adapter for all prompts, or one for each, of which any may be None."""
+    if value is None or not isinstance(value, list | tuple):
+        return [None if value is None else lora_request_of(value)] * num_prompts
+    if len(value) != num_prompts:
+        raise InputError(f"{len(value)} lora_request were given for {num_prompts} prompts", param="lora_request")
+    return [None if one is None else lora_request_of(one) for one in value]
