@@ -41,8 +41,8 @@ class LoRAConfig(Group):
         name="lora_target_modules", take=split_at_commas,
     )  # fmt: skip
     default_mm_loras: dict[str, str] | None = option(
-        None, "Folder of an adapter for each kind of media (image, video, audio): requests that bring this kind, and no "
-        "other kind that is listed, get it unless they name an adapter.",
+        None, "Folder of an adapter for each kind of media (image, video, audio): requests that bring this kind and no "
+        "other of those listed get it, unless they name an adapter.",
     )  # fmt: skip
 
 

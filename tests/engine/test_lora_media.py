@@ -53,7 +53,7 @@ def test_adapters_are_merged_weights(name: str, tmp_path: Path) -> None:
 
 
 def test_media_bring_their_adapter(tmp_path: Path) -> None:
-    """default_mm_loras: an item of one kind that has an adapter; not text, not what names another, not two such kinds."""
+    """default_mm_loras: items of one kind that has an adapter; not text, not two such kinds; a named one goes first."""
     name = "Qwen2VLForConditionalGeneration"
     model = make_model(name, tmp_path / "model")
     image, video, other = (adapter_of(model, tmp_path / kind, seed) for seed, kind in enumerate(("i", "v", "o"), 1))

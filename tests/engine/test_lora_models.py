@@ -148,6 +148,14 @@ def test_adapters_of_stacked_experts(arch: str, tmp_path: Path) -> None:
         check_like_merged(llm, model, adapters, different=4)
 
 
+def test_both_forms_of_experts_in_one_batch(tmp_path: Path) -> None:
+    model = make_tiny("Qwen3MoeForCausalLM", tmp_path / "model")
+    single = write_adapter(model, tmp_path / "single", modules=expert_modules(model, (0, 2)), seed=1)
+    stacked = write_stacked(model, tmp_path / "stacked", seed=2, config={"peft_version": "0.21.2"})
+    with start(tmp_path / "model", enable_mixed_moe_lora_format=True) as llm:
+        check_like_merged(llm, model, [single, stacked], different=3)
+
+
 def test_stacked_experts_of_other_versions(tmp_path: Path) -> None:
     """A was that of the output once, where experts are stored as [experts, out, in]."""
     model = make_tiny("Qwen3MoeForCausalLM", tmp_path / "model")
@@ -192,8 +200,8 @@ def test_adapters_of_quantized_checkpoints(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [None, "Q8_0"])
 def test_adapters_of_gguf_files(kind: str | None, tmp_path: Path) -> None:
-    """The judge has the numbers that the blocks mean (None: Q4_1), merged with the adapter. Blocks are decoded; then, as
-    is the default, multiplied as they are stored: kernels round inputs, and adapters add no error of another size."""
+    """The judge has the numbers that the blocks mean (None: Q4_1), merged with the adapter. Blocks are decoded; then,
+    by default, multiplied as they are stored: kernels round inputs, and adapters add no error of another size."""
     file = cut_gguf(tmp_path / "model.gguf", kind)
     model = transformers.LlamaForCausalLM.from_pretrained(cut_folder(tmp_path / "decoded", file)).eval()
     ends = linear_modules(model, ("embed_tokens", "lm_head"))

@@ -239,8 +239,8 @@ def test_media_bring_their_adapter(tmp_path: Path) -> None:
     tiny.model = merge(tiny.model, adapter)
     expected |= {(kind, "image"): tiny.answer(*given)[1] for kind, given in words.items()}
     assert expected["image", None] != expected["image", "image"]
-    engine = {"dtype": "float32", "max_model_len": 256, "enable_lora": True, "default_mm_loras": {"image": adapter.path},
-              "served_model_name": "base"}  # fmt: skip
+    engine = {"dtype": "float32", "max_model_len": 256, "served_model_name": "base", "enable_lora": True,
+              "default_mm_loras": {"image": adapter.path}}  # fmt: skip
     with live(str(tmp_path), engine=engine) as server:
         loading = server.state.adapters.load_media_adapters()
         asyncio.run_coroutine_threadsafe(loading, server.loop).result(60)
