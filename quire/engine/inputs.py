@@ -226,10 +226,8 @@ class InputProcessor:
 
     def _media_adapter(self, items: Sequence[MediaItem]) -> LoRARequest | None:
         """That of the only kind of media in a prompt that has one."""
-        found = [
-            self._media_adapters[kind] for kind in {item.modality for item in items} if kind in self._media_adapters
-        ]
-        return found[0] if len(found) == 1 else None
+        kinds = {item.modality for item in items} & self._media_adapters.keys()
+        return self._media_adapters[kinds.pop()] if len(kinds) == 1 else None
 
     def _adapter(self, options: Options) -> tuple[int, str | None, str | None]:
         """(id, name, path) of the adapter that a request brings or names."""

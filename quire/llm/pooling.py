@@ -165,10 +165,8 @@ class TextsAhead:
         """`step`: requests and tokens that a step holds at most."""
         self.total = len(prompts)
         self._front, self._options, self._step = front, options, step
-        every = (ids, prompts, params, adapters)
-        self._left = iter([
-            _Chunk(*(values[at : at + self.CHUNK] for values in every)) for at in range(0, len(prompts), self.CHUNK)
-        ])  # fmt: skip
+        places = [slice(at, at + self.CHUNK) for at in range(0, len(prompts), self.CHUNK)]
+        self._left = iter([_Chunk(ids[one], prompts[one], params[one], adapters[one]) for one in places])
         self._tokenized = front.inputs.pooling.tokenized
         self._num_ready = self._num_tokens = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts ahead") if self.total > self.CHUNK else None
