@@ -26,6 +26,7 @@ from quire.config.engine import EngineConfig, replace
 from quire.config.engines import check_engines
 from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
+from quire.config.model import ModelConfig
 from quire.config.outside import registered
 from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
 from quire.config.ranks import check_ranks, divide_contexts, spread_experts
@@ -612,7 +613,39 @@ def choose_adapters(requested: Requested, config: EngineConfig) -> EngineConfig:
         )
     if config.model_config.model_impl == "transformers":
         raise NotBuiltError("enable_lora: transformers' own classes take no adapters", param="enable_lora")
-    return replace(config, lora_config=replace(lora, max_cpu_loras=most))
+    if config.model_config.is_pooling and config.device_config.device == "cuda":
+        raise NotBuiltError(
+            "enable_lora: on a GPU, pooling models take no adapters in this version", param="enable_lora"
+        )
+    _check_media_adapters(config.model_config, lora.default_mm_loras or {})
+    dtype = lora.lora_dtype
+    if dtype == "auto" and requested.get("dtype") in (None, "auto") and _multiplies_codes(config):
+        log.info("lora_dtype: bfloat16 (the model's weights have fewer bits; lora_dtype=float32 forces float32)")
+        dtype = "bfloat16"
+    return replace(config, lora_config=replace(lora, max_cpu_loras=most, lora_dtype=dtype))
+
+
+def _multiplies_codes(config: EngineConfig) -> bool:
+    """With inputs in float32, on CPU: what is read beside the weights is several times their size if it is float32."""
+    model = config.model_config
+    on_gpu = config.device_config.device == "cuda"
+    return not on_gpu and model.weight_form in ("stored", "int8", "int4") and model.dtype == "float32"
+
+
+def _check_media_adapters(model: ModelConfig, folders: Mapping[str, str]) -> None:
+    taken = tuple(model.facts.modalities) if model.takes_encoder and not model.is_pooling else ()
+    for kind, folder in folders.items():
+        if not taken:
+            reason = "this model takes no media"
+        elif kind not in taken:
+            reason = f"this model takes {', '.join(taken)}"
+        elif not folder:
+            reason = "the folder is empty"
+        else:
+            continue
+        raise ConfigError(
+            f"default_mm_loras names an adapter for {kind!r}: {reason}", param="default_mm_loras", value=kind
+        )
 
 
 STEPS: tuple[Step, ...] = (

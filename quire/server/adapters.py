@@ -1,4 +1,5 @@
-"""ServerAdapters: adapters of a server: those of --lora-modules, those loaded and unloaded over HTTP, those resolved.
+"""ServerAdapters: adapters of a server: those of --lora-modules and --default-mm-loras, those loaded and unloaded over
+HTTP, those resolved.
 
 In: names and folders. Out: entries of the table of served names (served.py), once the engine has read and checked the
 files; the routes /v1/load_lora_adapter and /v1/unload_lora_adapter, where ALLOW_RUNTIME_LORA_UPDATING is set. One load
@@ -20,7 +21,7 @@ from starlette.responses import PlainTextResponse
 
 from quire.base import env
 from quire.base.log import logger
-from quire.engine.adapters import NOT_ENABLED, absolute
+from quire.engine.adapters import NOT_ENABLED, absolute, media_adapters
 from quire.schema.adapters import LoRARequest
 from quire.schema.errors import ConfigError, InputError, ModelNotFoundError
 from quire.server.errors import ERROR_RESPONSES
@@ -60,6 +61,15 @@ class ServerAdapters:
                 await self.load(module.name, module.path, base=module.base_model_name)
             except InputError as wrong:
                 raise ConfigError(f"lora_modules: {wrong}", param="lora_modules") from None
+
+    async def load_media_adapters(self) -> None:
+        """Those of default_mm_loras, which requests get by the media that they bring; `model` may name them too."""
+        lora = self._served.base.config.lora_config
+        for kind, adapter in media_adapters(None if lora is None else lora.default_mm_loras).items():
+            try:
+                await self.load(kind, adapter.lora_path, lora_id=adapter.lora_int_id)
+            except InputError as wrong:
+                raise ConfigError(f"default_mm_loras: {wrong}", param="default_mm_loras") from None
 
     async def load(
         self, name: str, path: str, *, base: str | None = None, load_inplace: bool = False, lora_id: int | None = None

@@ -307,7 +307,7 @@ class Worker:
             from quire.worker.pooling_runner import make_pooling_runner  # lazy
 
             make_rows = partial(Rows, layout.groups, max_rows, length)
-            pooling: PoolingRunner = make_pooling_runner(model, self.config, make_rows, backend, kv)
+            pooling: PoolingRunner = make_pooling_runner(model, self.config, make_rows, backend, kv, self._adapters)
             return pooling
         rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)

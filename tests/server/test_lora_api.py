@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from quire.schema.errors import ConfigError
 from quire.server import adapters
 from quire.server.adapters import LoraModule, read_modules
 from quire.server.resolvers import FilesystemResolver
+from tests.media.test_pixels_oracle import picture
+from tests.media.tiny_llava import TinyLlava
 from tests.server.live import Live, error_of, live
-from tests.tiny_adapters import TinyAdapter, greedy, merge, write_adapter
+from tests.tiny_adapters import TinyAdapter, greedy, linear_modules, merge, write_adapter
 from tests.tiny_models import make_tiny, tiny_model
 
 PROMPT = [5, 9, 77, 100, 41, 8]
@@ -214,3 +218,42 @@ def test_lora_modules(entries: list[str], expected: list[LoraModule]) -> None:
 def test_lora_modules_that_are_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match="lora_modules"):
         read_modules([entry])
+
+
+def test_media_bring_their_adapter(tmp_path: Path) -> None:
+    """default_mm_loras in chats: an image brings its adapter, text does not, and `model` may name it."""
+    tiny = TinyLlava(tmp_path)
+    found = linear_modules(tiny.model, ("q_proj", "v_proj", "down_proj"))
+    modules = {name: size for name, size in found.items() if "language_model" in name}
+    adapter = write_adapter(tiny.model, tmp_path / "adapter", modules=modules, strength=1.0)
+    image, text = picture(64, 48), {"type": "text", "text": "What"}
+    coded = io.BytesIO()
+    image.save(coded, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(coded.getvalue()).decode()
+    chats = {
+        "image": [{"type": "image_url", "image_url": {"url": url}}, text],
+        "text": [text],
+    }
+    words = {"image": ("user: <image>\nWhat\nassistant:", [image]), "text": ("user: What\nassistant:", [])}
+    expected = {(kind, None): tiny.answer(*given)[1] for kind, given in words.items()}
+    tiny.model = merge(tiny.model, adapter)
+    expected |= {(kind, "image"): tiny.answer(*given)[1] for kind, given in words.items()}
+    assert expected["image", None] != expected["image", "image"]
+    engine = {"dtype": "float32", "max_model_len": 256, "served_model_name": "base", "enable_lora": True,
+              "default_mm_loras": {"image": adapter.path}}  # fmt: skip
+    with live(str(tmp_path), engine=engine) as server:
+        loading = server.state.adapters.load_media_adapters()
+        asyncio.run_coroutine_threadsafe(loading, server.loop).result(60)
+        for model, kind, own in (
+            ("base", "image", "image"), ("base", "text", None), ("image", "image", "image"), ("image", "text", "image"),
+        ):  # fmt: skip
+            body = {
+                "model": model, "messages": [{"role": "user", "content": chats[kind]}], "temperature": 0,
+                "max_tokens": 8, "ignore_eos": True, "return_token_ids": True,
+                "logit_bias": {str(tiny.image_id): -100},
+            }  # fmt: skip
+            response = server.post("/v1/chat/completions", body)
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["token_ids"] == expected[kind, own], (model, kind)
+        names = [card["id"] for card in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]]
+        assert names == ["base", "image"]
