@@ -179,6 +179,17 @@ def test_a_killed_server_ends_its_machines(machines: Machines) -> None:
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_server_that_fails_later_is_not_taken_to_be_shut_down(processes: int, machines: Machines) -> None:
+    """Its engines are ready, and an adapter has the model's own name: it ends with status 1 and without an exception."""
+    wrong = ("--served-model-name", "one", "--lora-modules", "one=/nowhere", "--api-server-count", str(processes))
+    with machines.server("--enable-lora", *wrong) as server, machines.node("--enable-lora") as node:
+        server.wait_for_line("Engine 3 on .* is ready")
+        assert server.wait(60) == 1
+        assert node.wait(60) == 1 and "The server was shut down" not in node.log
+        assert re.search(r"the server at 127\.0\.0\.2:\d+ ended: it (ended|could not)", node.lines[-1]), node.log
+
+
 def test_who_is_refused_and_why(machines: Machines, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other")
     config = Path(other, "config.json")
