@@ -59,7 +59,8 @@ def serve(arguments: Sequence[str], program: str) -> int:
 def serve_node(args: argparse.Namespace, options: ServerConfig) -> int:
     """`--headless`: what one machine of several has of an engine (nnodes), or some of the engines, for a server on
     another one."""
-    where = f"node {args.node_rank}" if args.nnodes > 1 else f"the machine with engine {first_rank(args)}"
+    of_one = args.nnodes > 1 and args.data_parallel_size == 1
+    where = f"node {args.node_rank}" if of_one else f"the machine with engine {first_rank(args)}"
     try:
         config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=True)
     except ModelNotFoundError as absent:
@@ -86,6 +87,9 @@ def serve_node(args: argparse.Namespace, options: ServerConfig) -> int:
 
 def first_rank(args: argparse.Namespace) -> int:
     """Of the engines that this program starts, before options are resolved."""
+    if args.nnodes > 1 and args.data_parallel_size > 1:
+        of_node: int = args.node_rank * args.data_parallel_size // args.nnodes
+        return of_node
     rank: int = args.data_parallel_rank or args.data_parallel_start_rank or 0
     return rank
 

@@ -29,6 +29,8 @@ def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineC
     parallel = config.parallel_config
     rank, local = requested.get(_RANK), requested.get(_LOCAL)
     _check_sizes(parallel, rank, local)
+    if parallel.nodes_have_engines:
+        return _engines_of_a_node(_with_address(requested, config), rank, local)
     if parallel.is_headless and parallel.nnodes == 1:
         return _engines_for_a_server(_with_address(requested, config), rank, local)
     if parallel.data_parallel_size == 1 and local != 0 and env.DP_SIZE.get() > 1:
@@ -69,6 +71,35 @@ def _check_sizes(parallel: ParallelConfig, rank: int | None, local: int | None) 
         raise ConfigError(f"{_LOCAL}={local} is more than {_SIZE}={size}", param=_LOCAL, value=local)
     if rank is not None and rank >= size:
         raise ConfigError(f"{_RANK} is {rank}; it must be below {_SIZE}={size}", param=_RANK, value=rank)
+
+
+def _engines_of_a_node(config: EngineConfig, rank: int | None, local: int | None) -> EngineConfig:
+    """node_rank says which ones: as data_parallel_size_local and data_parallel_start_rank (or data_parallel_rank) do."""
+    parallel = config.parallel_config
+    node, number = parallel.node_rank, parallel.data_parallel_size // parallel.nnodes
+    first = node * number
+    for name, given, meant in ((_LOCAL, local, number), (_START, parallel.data_parallel_start_rank, first)):
+        if given not in (None, meant):
+            raise ConfigError(
+                f"{name}={given}, but nnodes={parallel.nnodes} and node_rank={node} mean {meant}: leave it out",
+                param=name,
+                value=given,
+            )
+    config = replace(config, **{"parallel_config.nnodes": 1, "parallel_config.node_rank": 0})
+    if rank is not None or parallel.data_parallel_external_lb:
+        return _one_engine(config, first if rank is None else rank, number)
+    if parallel.data_parallel_hybrid_lb and not parallel.is_headless:
+        return _some_engines(replace(config, **{f"parallel_config.{_START}": first}), number)
+    if parallel.is_headless != (node > 0):
+        raise ConfigError(
+            f"node_rank is {node}: the first of nnodes={parallel.nnodes} machines has the server, unless there is one on "
+            "each (data_parallel_hybrid_lb, data_parallel_external_lb); the others are headless",
+            param="node_rank",
+            value=node,
+        )
+    if not parallel.is_headless:
+        return _engines_of_several_machines(config, number)
+    return _engines_for_a_server(replace(config, **{f"parallel_config.{_START}": first}), rank, number)
 
 
 def _engines_of_several_machines(config: EngineConfig, local: int) -> EngineConfig:

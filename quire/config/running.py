@@ -174,8 +174,9 @@ class ParallelConfig(Group):
         take=lambda value: value if value is None else name_of(value),
     )  # fmt: skip
     nnodes: int = option(
-        1, "Machines that share the ranks of the engine, each an equal number of them in order.", low=1, flags=("-n",)
-    )
+        1, "Machines that share the ranks of the engine, or the engines of data_parallel_size, each an equal number of "
+        "them in order.", low=1, flags=("-n",),
+    )  # fmt: skip
     node_rank: int = option(
         0, "Which of the machines this is. The first has the engine; the others run `quire serve --headless`.", low=0,
         flags=("-r",),
@@ -208,6 +209,12 @@ class ParallelConfig(Group):
     def has_several_engines(self) -> bool:
         """A router is between this program's requests and the engines."""
         return len(self.engine_ranks) > 1 or self.num_engines_elsewhere > 0
+
+    @property
+    def nodes_have_engines(self) -> bool:
+        """nnodes is about whole engines, not about the ranks of one."""
+        launched = self.distributed_executor_backend == "external_launcher"
+        return self.nnodes > 1 and self.data_parallel_size > 1 and not launched
 
     @property
     def place_here(self) -> int:

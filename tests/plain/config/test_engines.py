@@ -95,6 +95,45 @@ def test_engines_of_several_machines(
     assert (parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port) == ("127.0.0.1", 29550)
 
 
+@pytest.mark.parametrize(
+    ("node", "headless", "options", "here", "all_of_them"),
+    [
+        (0, False, {}, [0, 1], [0, 1, 2, 3]),
+        (0, False, {"data_parallel_size_local": 2, "tensor_parallel_size": 3}, [0, 1], [0, 1, 2, 3]),
+        (1, True, {}, [2, 3], [2, 3]),
+        (1, True, {"data_parallel_start_rank": 2}, [2, 3], [2, 3]),
+        (1, False, {"data_parallel_hybrid_lb": True}, [2, 3], [2, 3]),
+        (1, False, {"data_parallel_size": 2, "data_parallel_external_lb": True}, [1], [1]),
+    ],
+)
+def test_nodes_with_whole_engines(
+    node: int, headless: bool, options: dict[str, Any], here: list[int], all_of_them: list[int], tmp_path: Path
+) -> None:
+    """nnodes and node_rank say what data_parallel_size_local and data_parallel_start_rank would."""
+    options = {"data_parallel_size": 4, "nnodes": 2, "node_rank": node, "master_addr": "10.0.0.9"} | options
+    parallel = resolve(tmp_path, headless=headless, **options).parallel_config
+    assert (list(parallel.ranks_here), list(parallel.engine_ranks)) == (here, all_of_them)
+    assert (parallel.nnodes, parallel.data_parallel_master_ip) == (1, "10.0.0.9")
+    assert parallel.local_world_size == options.get("tensor_parallel_size", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "headless", "said"),
+    [
+        ({"node_rank": 1}, False, "node_rank is 1: the first of nnodes=2 machines has the server"),
+        ({}, True, "node_rank is 0: the first of nnodes=2 machines has the server"),
+        ({"data_parallel_size_local": 1}, False, "data_parallel_size_local=1, but nnodes=2 and node_rank=0 mean 2"),
+        ({"node_rank": 1, "data_parallel_start_rank": 1}, True, "node_rank=1 mean 2: leave it out"),
+        ({"data_parallel_external_lb": True}, False, "a server with external load balancing has one engine"),
+    ],
+)
+def test_nodes_with_whole_engines_that_do_not_fit(
+    options: dict[str, Any], headless: bool, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve(tmp_path, headless=headless, data_parallel_size=4, nnodes=2, **options)
+
+
 def test_where_the_server_waits(tmp_path: Path) -> None:
     options: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_size_local": 1, "master_addr": "10.0.0.9"}
     assert resolve(tmp_path, **options).parallel_config.data_parallel_master_ip == "10.0.0.9"
