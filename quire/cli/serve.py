@@ -38,8 +38,9 @@ def serve(arguments: Sequence[str], program: str) -> int:
     if options.headless:
         return serve_node(args, options)
     begun: list[Begun] = []
+    on_ray = args.data_parallel_backend == "ray" and args.data_parallel_size > 1
     has_process = not options.disable_frontend_multiprocessing and args.data_parallel_size_local != 0
-    if has_process:  # its imports take the longest, so they start now
+    if has_process and not on_ray:  # its imports take the longest, so they start now
         from quire.engine.process_client import begin_engine  # lazy
 
         name = {} if args.data_parallel_size == 1 else {"name": f"engine {first_rank(args)}"}

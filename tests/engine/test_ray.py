@@ -71,6 +71,18 @@ def test_two_nodes_answer_as_one(cluster: Any, folder: Path) -> None:
         assert greedy(llm) == whole
 
 
+def test_engines_on_two_nodes(cluster: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """data_parallel_backend="ray": an engine for each node, started by Ray, and the tokens of one engine."""
+    with LLM(str(folder), **OPTIONS) as llm:
+        whole = greedy(llm)
+    before = signal.getsignal(signal.SIGTERM)
+    with LLM(str(folder), data_parallel_size=2, data_parallel_backend="ray", **OPTIONS) as llm:
+        assert "2 engines on 2 Ray nodes" in caplog.text
+        assert greedy(llm) == whole
+        assert len(set(llm.collective_rpc("tests.rank_probe:pid_of"))) == 2
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
 # An actor on the node that will be killed: prints when Ray says that it is gone.
 _WATCH = """
 import ray, sys, time
