@@ -89,12 +89,12 @@ def _engines_on_ray(config: EngineConfig, rank: int | None, local: int | None) -
         _START: parallel.data_parallel_start_rank is not None,
         "data_parallel_hybrid_lb": parallel.data_parallel_hybrid_lb,
         "data_parallel_external_lb": parallel.data_parallel_external_lb,
-        "distributed_executor_backend='external_launcher'": parallel.distributed_executor_backend == "external_launcher",
+        "external_launcher": parallel.distributed_executor_backend == "external_launcher",
     }
     for other in (name for name, is_set in others.items() if is_set):
         raise ConfigError(
-            f"data_parallel_backend='ray' and {other} exclude each other: one program has the server, and Ray starts all "
-            "engines, on whichever nodes have room",
+            f"data_parallel_backend='ray' and {other} exclude each other: one program has the server, and Ray starts "
+            "all engines, on whichever nodes have room",
             param="data_parallel_backend",
             value="ray",
         )
@@ -105,7 +105,7 @@ def _engines_on_ray(config: EngineConfig, rank: int | None, local: int | None) -
 
 
 def _engines_of_a_node(config: EngineConfig, rank: int | None, local: int | None) -> EngineConfig:
-    """node_rank says which ones: as data_parallel_size_local and data_parallel_start_rank (or data_parallel_rank) do."""
+    """node_rank says which ones, as data_parallel_size_local and data_parallel_start_rank do."""
     parallel = config.parallel_config
     node, number = parallel.node_rank, parallel.data_parallel_size // parallel.nnodes
     first = node * number
@@ -123,8 +123,8 @@ def _engines_of_a_node(config: EngineConfig, rank: int | None, local: int | None
         return _some_engines(replace(config, **{f"parallel_config.{_START}": first}), number)
     if parallel.is_headless != (node > 0):
         raise ConfigError(
-            f"node_rank is {node}: the first of nnodes={parallel.nnodes} machines has the server, unless there is one on "
-            "each (data_parallel_hybrid_lb, data_parallel_external_lb); the others are headless",
+            f"node_rank is {node}: the first of nnodes={parallel.nnodes} machines has the server, unless there is one "
+            "on each (data_parallel_hybrid_lb, data_parallel_external_lb); the others are headless",
             param="node_rank",
             value=node,
         )

@@ -151,8 +151,8 @@ class ParallelConfig(Group):
         flags=("-dph",),
     )  # fmt: skip
     data_parallel_backend: Literal["mp", "ray"] = option(
-        "mp", "Who starts the engines: this program and, with --headless, others like it; or a Ray cluster, as actors on "
-        "whichever nodes have room.", flags=("-dpb",),
+        "mp", "Who starts the engines: this program and, with --headless, others like it; or a Ray cluster, as actors "
+        "on whichever nodes have room.", flags=("-dpb",),
     )  # fmt: skip
     data_parallel_routing: Literal["least-loaded", "prefix-aware", "round-robin"] = option(
         "least-loaded", "Quire only. Which engine a request goes to: the one with the fewest unfinished requests, the "

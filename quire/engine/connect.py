@@ -50,8 +50,8 @@ def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
 
 
 def start_several(config: EngineConfig, *, begun: Sequence[Begun] = (), shared: bool = False) -> SeveralEngines:
-    """The engines that `config` wants started here, in processes of their own, and those that other machines or Ray start.
-    `begun`: some that wait already."""
+    """The engines that `config` wants started here, in processes of their own, and those that other machines start, or
+    Ray. `begun`: some that wait already."""
     from quire.config.engines import config_of_engine  # lazy
     from quire.engine.process_client import ProcessClient, begin_engine  # lazy
 

@@ -1,7 +1,7 @@
 """A connection to a Ray cluster, and actors in it, each in a bundle of a placement group.
 
-The cluster is the one that this program is connected to, else the one that RAY_ADDRESS or `ray start` has made, else one
-that is started here and ends with the connection. A placement group that the program runs in is used. In: what each
+The cluster is the one that this program is connected to, else the one that RAY_ADDRESS or `ray start` has made, else
+one that is started here and ends with the connection. A placement group that the program runs in is used. In: what each
 actor needs. Out: the actors, and where they are. Must not know: what they do.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.base import env
@@ -136,7 +136,7 @@ def words_of(gone: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _same_signals() -> Any:
+def _same_signals() -> Iterator[None]:
     """Ray installs a handler of its own in a program that connects."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -53,8 +53,8 @@ def start_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def failures_told(client: EngineClient) -> Iterator[Callable[[int], int]]:
-    """For what a server does once its engines are ready. Other machines that have some of them are told why it could not
-    go on: the error that leaves this block, or a status that is not 0, which whoever gets one passes on by this."""
+    """For what a server does with its engines. Other machines that have some of them are told why it cannot go on: the
+    error that leaves this block, or a status that is not 0, which whoever gets one passes on by this."""
 
     def tell(reason: str) -> None:
         if isinstance(client, PlacingClient):

@@ -1,5 +1,6 @@
-"""distributed_executor_backend="ray": workers are actors; data_parallel_backend="ray": engines are. A local cluster without
-a dashboard, of two nodes with one processor each, which ends with the tests. Ray is an extra and starts slowly: `make ranks` runs this if it is there."""
+"""distributed_executor_backend="ray": workers are actors; data_parallel_backend="ray": engines are. A local cluster
+without a dashboard, of two nodes with one processor each, which ends with the tests. Ray is an extra and starts slowly:
+`make ranks` runs this if it is there."""
 
 from __future__ import annotations
 
@@ -226,8 +227,9 @@ def test_a_server_with_engines_on_two_nodes_one_of_which_is_killed(cluster: Any,
     words = (sys.executable, "-c", command, "serve", str(folder), "--dtype", "float32", "--device", "cpu", *flags)
     path = os.pathsep.join([str(ROOT / "compat"), os.environ["PYTHONPATH"]])
     process = subprocess.Popen(
-        words, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+        words, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
     server = Hosted(process)
     try:
         server.url = server.wait_for_line(r"Listening at (\S+) ", 250)[1].replace("//0.0.0.0:", "//127.0.0.1:")

@@ -183,20 +183,21 @@ def test_nodes_by_their_number(tmp_path: Path) -> None:
     """`--nnodes` and `--node-rank` alone say which engines a machine has."""
     where = ("--master-addr", HERE, "--data-parallel-rpc-port", str(free_port(HERE)), "--generation-config", "vllm")
     flags = (write_model(tmp_path / "model"), "-dp", "4", "--nnodes", "2", *where)
-    with started(*flags, "--port", "0", env=KEY) as server:
-        with started(*flags, "--node-rank", "1", "--headless", env=KEY | {"QUIRE_HOST_IP": THERE}) as node:
-            ready(server)
-            assert len(engine_pids(server)) == len(engine_pids(node)) == 2
-            for rank in RANKS:
-                named = server.post("/v1/completions", completion(), headers={"X-data-parallel-rank": str(rank)})
-                assert named.json()["choices"][0]["text"] == "abcabc"
-            assert generated(server) == [6, 6, 6, 6]
-            server.signal(signal.SIGTERM)
-            assert server.wait(60) == 0 and node.wait(60) == 0
+    second = (*flags, "--node-rank", "1", "--headless")
+    there = KEY | {"QUIRE_HOST_IP": THERE}
+    with started(*flags, "--port", "0", env=KEY) as server, started(*second, env=there) as node:
+        ready(server)
+        assert len(engine_pids(server)) == len(engine_pids(node)) == 2
+        for rank in RANKS:
+            named = server.post("/v1/completions", completion(), headers={"X-data-parallel-rank": str(rank)})
+            assert named.json()["choices"][0]["text"] == "abcabc"
+        assert generated(server) == [6, 6, 6, 6]
+        server.signal(signal.SIGTERM)
+        assert server.wait(60) == 0 and node.wait(60) == 0
 
 
 def test_a_server_that_fails_later_is_not_taken_to_be_shut_down(machines: Machines) -> None:
-    """Its engines are ready, and an adapter has the model's own name: it ends with status 1 and without an exception."""
+    """Its engines are ready, and an adapter has the model's own name: it ends with status 1, without an exception."""
     wrong = ("--served-model-name", "one", "--lora-modules", "one=/nowhere")
     with machines.server("--enable-lora", *wrong) as server, machines.node("--enable-lora") as node:
         server.wait_for_line("Engine 3 on .* is ready")

@@ -12,7 +12,7 @@ from quire.base import env
 from quire.config import EngineArgs
 from quire.config.engines import config_of_engine
 from quire.config.ranks import MOST_RANKS
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 from tests.plain.config.test_hints import LLAMA
 
 
@@ -63,7 +63,7 @@ def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb:
         ({"data_parallel_size": 4, "data_parallel_start_rank": 3, "data_parallel_size_local": 2}, ConfigError,
          "beyond data_parallel_size=4"),
         ({"data_parallel_size": MOST_RANKS, "tensor_parallel_size": 2}, ConfigError, f"at most {MOST_RANKS} ranks"),
-        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, NotBuiltError, "starts engines itself"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "slurm"}, ConfigError, "mp"),
         ({"data_parallel_size": 2, "data_parallel_routing": "best"}, ConfigError, "least-loaded"),
         ({"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}, NotBuiltError, "started once"),
     ],
@@ -132,6 +132,46 @@ def test_nodes_with_whole_engines_that_do_not_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve(tmp_path, headless=headless, data_parallel_size=4, nnodes=2, **options)
+
+
+def with_ray(monkeypatch: pytest.MonkeyPatch, *, installed: bool = True) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object() if installed else None)
+
+
+@pytest.mark.parametrize(("options", "near"), [({}, 0), ({"data_parallel_size_local": 2}, 2)])
+def test_engines_that_ray_starts(
+    options: dict[str, Any], near: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_ray(monkeypatch)
+    parallel = resolve(tmp_path, data_parallel_size=3, data_parallel_backend="ray", **options).parallel_config
+    assert (list(parallel.ranks_here), list(parallel.engine_ranks)) == ([], [0, 1, 2])
+    assert (parallel.num_engines_near, parallel.has_several_engines) == (near, True)
+
+
+def test_one_engine_needs_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch, installed=False)
+    assert list(resolve(tmp_path, data_parallel_backend="ray").parallel_config.ranks_here) == [0]
+    with pytest.raises(MissingExtraError, match="data_parallel_backend='ray'"):
+        resolve(tmp_path, data_parallel_backend="ray", data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        ("nnodes", {"nnodes": 2}),
+        ("data_parallel_rank", {"data_parallel_rank": 0}),
+        ("data_parallel_start_rank", {"data_parallel_start_rank": 0}),
+        ("data_parallel_hybrid_lb", {"data_parallel_hybrid_lb": True}),
+        ("external_launcher", {"distributed_executor_backend": "external_launcher"}),
+        ("headless", {}),
+    ],
+)
+def test_what_ray_does_not_go_with(
+    other: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_ray(monkeypatch)
+    with pytest.raises(ConfigError, match=f"data_parallel_backend='ray' and {other} exclude each other"):
+        resolve(tmp_path, headless=other == "headless", data_parallel_size=2, data_parallel_backend="ray", **options)
 
 
 def test_where_the_server_waits(tmp_path: Path) -> None:
