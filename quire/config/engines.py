@@ -109,12 +109,12 @@ def _engines_of_a_node(config: EngineConfig, rank: int | None, local: int | None
     parallel = config.parallel_config
     node, number = parallel.node_rank, parallel.data_parallel_size // parallel.nnodes
     first = node * number
-    for name, given, meant in ((_LOCAL, local, number), (_START, parallel.data_parallel_start_rank, first)):
-        if given not in (None, meant):
+    for name, value, meant in ((_LOCAL, local, number), (_START, parallel.data_parallel_start_rank, first)):
+        if value not in (None, meant):
             raise ConfigError(
-                f"{name}={given}, but nnodes={parallel.nnodes} and node_rank={node} mean {meant}: leave it out",
+                f"{name}={value}, but nnodes={parallel.nnodes} and node_rank={node} mean {meant}: leave it out",
                 param=name,
-                value=given,
+                value=value,
             )
     config = replace(config, **{"parallel_config.nnodes": 1, "parallel_config.node_rank": 0})
     if rank is not None or parallel.data_parallel_external_lb:

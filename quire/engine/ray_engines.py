@@ -21,7 +21,7 @@ from quire.base.seal import new_secret
 from quire.config.engine import replace
 from quire.engine.machines import Machines, Meeting, RemoteEngine, run_engines
 from quire.engine.process_client import for_children
-from quire.executor.ray_cluster import Place, RayActor, RayCluster, share_of, words_of
+from quire.executor.ray_cluster import NodePlace, RayActor, RayCluster, share_of, words_of
 from quire.schema.errors import QuireError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _WAIT_S = 1.0
 _ADDRESS = "RAY_ADDRESS"  # by which an engine that places workers finds the cluster
 
 
-class EngineBoot(msgspec.Struct, frozen=True):
+class ActorBoot(msgspec.Struct, frozen=True):
     """What an actor is started with."""
 
     config: msgspec.Raw
@@ -49,7 +49,7 @@ class RayEngine(RayActor):
         from quire.config import EngineConfig  # lazy
         from quire.config.relocate import find_files_here  # lazy
 
-        boot = msgspec.msgpack.decode(encoded, type=EngineBoot)
+        boot = msgspec.msgpack.decode(encoded, type=ActorBoot)
         config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
         try:
             run_engines(find_files_here(config, boot.where), meeting=Meeting(boot.address, boot.port, boot.key))
@@ -88,7 +88,7 @@ class RayEngines:
         size, near = len(parallel.engine_ranks), parallel.num_engines_near
         try:
             self._actors = cluster.make(RayEngine, _needs(config), size, what="engines", near=near)
-            self._places: list[Place] = cluster.places(self._actors)
+            self._places: list[NodePlace] = cluster.places(self._actors)
         except BaseException:
             self.close()
             raise
@@ -101,7 +101,7 @@ class RayEngines:
         for number, rank in enumerate(self._config.parallel_config.engine_ranks):
             place = self._places[number]
             where = f"engine {rank}, on Ray node {place.node[:8]} ({place.address})"
-            boot = EngineBoot(self._encoded(number, rank), where, self.address, machines.port, self.key)
+            boot = ActorBoot(self._encoded(number, rank), where, self.address, machines.port, self.key)
             running = self._actors[number].run.remote(msgspec.msgpack.encode(boot), variables)
             watch = threading.Thread(
                 target=self._follow, args=(machines, rank, where, running), name=f"watch {where}", daemon=True

@@ -24,7 +24,7 @@ _LONGEST_WORDS = 600
 _NODE = 0.001  # of a node's own resource: whoever asks for it is placed there
 
 
-class Place(NamedTuple):
+class NodePlace(NamedTuple):
     node: str  # its id
     address: str
 
@@ -48,7 +48,7 @@ class RayCluster:
         self._group: Any = None
         self._is_ours = self._connect()
         context = self.ray.get_runtime_context()
-        self.here = Place(context.get_node_id(), self.ray.util.get_node_ip_address())
+        self.here = NodePlace(context.get_node_id(), self.ray.util.get_node_ip_address())
         self.gcs: str = context.gcs_address
 
     def _connect(self) -> bool:
@@ -100,8 +100,8 @@ class RayCluster:
             )
         return group
 
-    def places(self, actors: Sequence[Any]) -> list[Place]:
-        return [Place(*place) for place in self.get([actor.place.remote() for actor in actors])]
+    def places(self, actors: Sequence[Any]) -> list[NodePlace]:
+        return [NodePlace(*place) for place in self.get([actor.place.remote() for actor in actors])]
 
     def get(self, references: Any) -> Any:
         return self.ray.get(references, timeout=max(_ANSWER_S, env.ENGINE_START_TIMEOUT_S.get()))
@@ -120,7 +120,7 @@ class RayCluster:
             self.ray.shutdown()
 
 
-def share_of(places: Sequence[Place], number: int, device: str) -> dict[str, int]:
+def share_of(places: Sequence[NodePlace], number: int, device: str) -> dict[str, int]:
     """Which part of its node one of them has, as ParallelConfig says it. Ray shows each its own GPUs; processors are
     divided among those of a node."""
     place, count = 0, 1

@@ -1,4 +1,4 @@
-"""data_parallel_backend="ray" over a stand-in for Ray and the fake worker: engines start, answer, and end, or it is said
+"""data_parallel_backend="ray" over a stand-in for Ray and the fake worker: engines start, answer and end, or it is said
 why not. With Ray itself: test_ray.py."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.executor.ray_cluster import Place, share_of
+from quire.executor.ray_cluster import NodePlace, share_of
 from quire.schema.errors import EngineDeadError
 from tests.fake_engine import use_fake, write_model
 from tests.fake_ray import FakeRay
@@ -44,7 +44,9 @@ def test_engines_answer_and_everything_is_given_back(ray: FakeRay, tmp_path: Pat
 
 def test_no_room(ray: FakeRay, tmp_path: Path) -> None:
     ray.rooms = 1
-    with pytest.raises(EngineDeadError, match="Ray has no room for 2 engines of .'CPU': 1.0. each; it has .'CPU': 1.0."):
+    with pytest.raises(
+        EngineDeadError, match=r"Ray has no room for 2 engines of .'CPU': 1.0. each; it has .'CPU': 1.0."
+    ):
         start(tmp_path, data_parallel_size=2)
     assert not ray.is_up and ray.removed == 1
 
@@ -59,7 +61,7 @@ def test_an_actor_that_cannot_run(ray: FakeRay, tmp_path: Path) -> None:
 
 
 def test_what_an_engine_has_of_its_node() -> None:
-    places = [Place("a", "10.0.0.1"), Place("b", "10.0.0.2"), Place("a", "10.0.0.1")]
+    places = [NodePlace("a", "10.0.0.1"), NodePlace("b", "10.0.0.2"), NodePlace("a", "10.0.0.1")]
     found = [tuple(share_of(places, number, "cpu").values()) for number in range(3)]
     assert found == [(0, 2), (0, 1), (1, 2)]
     assert tuple(share_of(places, 2, "cuda").values()) == (0, 1)
