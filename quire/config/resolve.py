@@ -83,9 +83,11 @@ def find_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     model, files = config.model_config, config.load_config
     if requested.get("model") == "":  # most likely an unset shell variable, not a request for the embedded model
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or omit it", param="model")
+    parallel = config.parallel_config  # Ray may start an engine on this machine, which then finds this folder
+    has_engines = parallel.data_parallel_size_local > 0 or parallel.data_parallel_backend == "ray"
     located = locate(
         model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns,
-        weights=not config.renders_only and config.parallel_config.data_parallel_size_local > 0,
+        weights=not config.renders_only and has_engines,
     )  # fmt: skip
     if not model.model:
         log.info("No model was named: using the embedded %s", located.name)

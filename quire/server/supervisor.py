@@ -26,10 +26,10 @@ from quire.base.procs import Child
 from quire.engine.connect import start_several
 from quire.engine.process_client import Begun, Mailbox, ProcessClient, for_children
 from quire.engine.several import SeveralEngines
-from quire.schema.errors import EngineDeadError, message_of
+from quire.schema.errors import EngineDeadError
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret
-from quire.server.starting import StartError, say_ready, start_errors
+from quire.server.starting import StartError, failures_told, say_ready, start_errors
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -49,28 +49,26 @@ def supervise(
 ) -> int:  # fmt: skip
     client, engines = _start_engines(config, begun)
     try:
-        supervisor = Supervisor(client, engines, options, config, opened)
-        try:
-            are_known = not config.parallel_config.num_engines_elsewhere
-            if are_known:
-                supervisor.start()  # they import and read the tokenizer while the engine loads
-            with start_errors():
-                ready = client.wait_ready()
-            client.stream(_Nobody())
-            if not are_known:  # where engines of other machines are is known once they are ready
-                supervisor.start()
-            laps.mark("engine")
+        with failures_told(client) as passed_on:
+            supervisor = Supervisor(client, engines, options, config, opened)
+            try:
+                are_known = not config.parallel_config.num_engines_elsewhere
+                if are_known:
+                    supervisor.start()  # they import and read the tokenizer while the engine loads
+                with start_errors():
+                    ready = client.wait_ready()
+                client.stream(_Nobody())
+                if not are_known:  # where engines of other machines are is known once they are ready
+                    supervisor.start()
+                laps.mark("engine")
 
-            def say() -> None:
-                laps.mark("http")
-                say_ready(config, options, ready, url, laps)
+                def say() -> None:
+                    laps.mark("http")
+                    say_ready(config, options, ready, url, laps)
 
-            return supervisor.run(say)
-        finally:
-            supervisor.end()
-    except Exception as failed:
-        client.begin_close(f"it could not go on: {message_of(failed)}")
-        raise
+                return passed_on(supervisor.run(say))
+            finally:
+                supervisor.end()
     finally:
         client.close()
 

@@ -179,6 +179,33 @@ def test_a_killed_server_ends_its_machines(machines: Machines) -> None:
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
+def test_nodes_by_their_number(tmp_path: Path) -> None:
+    """`--nnodes` and `--node-rank` alone say which engines a machine has."""
+    where = ("--master-addr", HERE, "--data-parallel-rpc-port", str(free_port(HERE)), "--generation-config", "vllm")
+    flags = (write_model(tmp_path / "model"), "-dp", "4", "--nnodes", "2", *where)
+    second = (*flags, "--node-rank", "1", "--headless")
+    there = KEY | {"QUIRE_HOST_IP": THERE}
+    with started(*flags, "--port", "0", env=KEY) as server, started(*second, env=there) as node:
+        ready(server)
+        assert len(engine_pids(server)) == len(engine_pids(node)) == 2
+        for rank in RANKS:
+            named = server.post("/v1/completions", completion(), headers={"X-data-parallel-rank": str(rank)})
+            assert named.json()["choices"][0]["text"] == "abcabc"
+        assert generated(server) == [6, 6, 6, 6]
+        server.signal(signal.SIGTERM)
+        assert server.wait(60) == 0 and node.wait(60) == 0
+
+
+def test_a_server_that_fails_later_is_not_taken_to_be_shut_down(machines: Machines) -> None:
+    """Its engines are ready, and an adapter has the model's own name: it ends with status 1, without an exception."""
+    wrong = ("--served-model-name", "one", "--lora-modules", "one=/nowhere")
+    with machines.server("--enable-lora", *wrong) as server, machines.node("--enable-lora") as node:
+        server.wait_for_line("Engine 3 on .* is ready")
+        assert server.wait(60) == 1
+        assert node.wait(60) == 1 and "The server was shut down" not in node.log
+        assert re.search(r"the server at 127\.0\.0\.2:\d+ ended: it (ended|could not)", node.lines[-1]), node.log
+
+
 def test_who_is_refused_and_why(machines: Machines, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other")
     config = Path(other, "config.json")
