@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from unittest import mock
 
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.hf_models.gemma3n import VisionTower
@@ -47,6 +50,8 @@ class Family:
     between: tuple[int, ...] = ()  # tokens between two frames of a video
     written: Callable[[Arrays], list[int]] | None = None  # the tokens of an item, if they are not all the same
     join: Callable[[list[Arrays]], Arrays] | None = None  # several items as transformers takes them; None: joined_by
+    make: Callable[[Any], Any] | None = None  # the model, where transformers has no class of this name
+    rewrite: Callable[[Path], None] | None = None  # what transformers wrote, as checkpoints of the architecture are
 
 
 def rand(generator: torch.Generator, *shape: int) -> Tensor:
@@ -346,6 +351,49 @@ def molmo2_joined(items: list[Arrays]) -> Arrays:
     return {name: torch.cat(tensors) for name, tensors in out.items()}
 
 
+def kimi_k25(**more: Any) -> Any:
+    text = tf.DeepseekV3Config(
+        **TEXT | dict(num_key_value_heads=4), q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+        v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    return tf.Kimi_K25Config(
+        vision_config=dict(**VISION, patch_size=4, pos_emb_height=8, pos_emb_width=8), image_token_id=IMAGE,
+        video_token_id=291, projection_hidden_size=32, text_config=text, **more,
+    )  # fmt: skip
+
+
+def as_kimi_vl(folder: Path) -> None:
+    """A checkpoint of Kimi-K2.5 with the names of Kimi-VL, whose images and language model are computed in the same
+    way."""
+    raw = json.loads((folder / "config.json").read_text())
+    vision = raw["vision_config"]
+    vision = {name: vision[name] for name in ("patch_size", "merge_kernel_size", *VISION)} | {
+        "init_pos_emb_height": vision["pos_emb_height"], "init_pos_emb_width": vision["pos_emb_width"],
+        "model_type": "moonvit",
+    }  # fmt: skip
+    raw = {
+        "architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl", "vision_config": vision,
+        "text_config": raw["text_config"], "media_placeholder_token_id": IMAGE, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    rename(folder, {
+        r"^mm_projector\.proj\.0\.": "multi_modal_projector.linear_1.",
+        r"^mm_projector\.proj\.2\.": "multi_modal_projector.linear_2.",
+        r"^(model\.)?mm_projector\.pre_norm\.": "multi_modal_projector.pre_norm.",
+        r"^vision_tower\.encoder\.patch_embed\.": "vision_tower.patch_embed.",
+        r"^language_model\.model\.blocks\.": "language_model.model.layers.",
+    })  # fmt: skip
+
+
+def rename(folder: Path, names: dict[str, str]) -> None:
+    """Patterns of tensors' names, and what they become."""
+    tensors = load_file(folder / "model.safetensors")
+    for pattern, name in names.items():
+        tensors = {re.sub(pattern, name, one): tensor for one, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(both(tf.LlavaConfig, clip, llama, image_token_index=IMAGE), square),
@@ -560,15 +608,10 @@ FAMILIES: dict[str, Family] = {
             vision_config=dict(**VISION, patch_size=4), text_config=qwen2(), image_token_id=IMAGE, video_token_id=291),
         lambda generator: frames_of(48)(generator) | {"image_merge_sizes": torch.tensor([2])},
     ),
-    "Kimi_K25ForConditionalGeneration": Family(
-        lambda: tf.Kimi_K25Config(
-            vision_config=dict(**VISION, patch_size=4, pos_emb_height=8, pos_emb_width=8), image_token_id=IMAGE,
-            video_token_id=291, projection_hidden_size=32,
-            text_config=tf.DeepseekV3Config(**TEXT | dict(num_key_value_heads=4), q_lora_rank=16, kv_lora_rank=16,
-                                            qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4,
-                                            num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
-                                            first_k_dense_replace=1)),
-        frames_of(3, 4, 4),
+    "Kimi_K25ForConditionalGeneration": Family(kimi_k25, frames_of(3, 4, 4)),
+    "KimiVLForConditionalGeneration": Family(
+        lambda: kimi_k25(tie_word_embeddings=False), frames_of(3, 4, 4), make=tf.Kimi_K25ForConditionalGeneration,
+        rewrite=as_kimi_vl,
     ),
     "QianfanOCRForConditionalGeneration": Family(
         both(tf.QianfanOCRConfig, lambda: tf.QianfanOCRVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),
@@ -698,7 +741,8 @@ def make_model(name: str, folder: Path, seed: int = 0) -> Any:
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         config = family.config()
-        model = getattr(tf, name.partition(" ")[0])(config).eval().float()
+        make = family.make or getattr(tf, name.partition(" ")[0])
+        model = make(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -709,6 +753,8 @@ def make_model(name: str, folder: Path, seed: int = 0) -> Any:
         if hasattr(table, "scalar_embed_scale"):
             table.weight.div_(table.scalar_embed_scale)
     model.save_pretrained(folder)
+    if family.rewrite is not None:
+        family.rewrite(folder)
     write_tokenizer(folder)
     return model
 

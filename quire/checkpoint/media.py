@@ -29,6 +29,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "PaddleOCRVLForConditionalGeneration": (IMAGE,),
     "VideoLlama3ForConditionalGeneration": (IMAGE,),
     "Kimi_K25ForConditionalGeneration": (IMAGE,),
+    "KimiVLForConditionalGeneration": (IMAGE,),
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE,),
@@ -68,7 +69,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "UltravoxModel", "KimiVLForConditionalGeneration", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
+    "UltravoxModel", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
     "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
