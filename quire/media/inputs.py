@@ -37,7 +37,8 @@ MODALITIES = ("image", "video", "audio")
 _LONGEST_UUID = 512
 _MOST_PIXELS = 1 << 24  # that a prompt may ask an image to be resized to
 _OF_THE_MODEL = frozenset((
-    "patch_size", "temporal_patch_size", "merge_size", "spatial_merge_size", "crop_size", "max_image_size",
+    "patch_size", "temporal_patch_size", "merge_size", "spatial_merge_size", "merge_kernel_size", "pad_input",
+    "crop_size", "max_image_size",
     "image_grid_pinpoints", "feature_size", "n_fft", "hop_length", "win_length", "chunk_length", "sampling_rate",
     "mel_min_frequency", "mel_max_frequency", "preemphasis", "audio_compression_rate", "audio_downsample_rate",
     "audio_feat_stride", "frame_length_ms", "hop_length_ms", "min_frequency", "max_frequency", "mel_floor",
