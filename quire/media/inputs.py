@@ -22,7 +22,7 @@ from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
 from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of
 from quire.media.families import family_name, make_family
-from quire.media.families.base import BESIDE, TOKENS, Family, ProcessedItem
+from quire.media.families.base import BESIDE, TOKENS, Family, ProcessedItem, array_data
 from quire.media.settings import ProcessorFiles
 from quire.media.sources import MediaSources
 from quire.media.workers import MediaWorkers
@@ -31,6 +31,7 @@ from quire.schema.media import ArrayData, MediaItem
 
 if TYPE_CHECKING:
     from quire.config import ModelConfig, MultiModalConfig
+    from quire.media.shared_cache import SharedCache
 
 DEFAULT_LIMIT = 999
 MODALITIES = ("image", "video", "audio")
@@ -95,7 +96,7 @@ class MediaInputs:
         self.modalities = tuple(one for one in family.placeholders if one in modalities)
         self.max_vectors = max_vectors  # of all items of a prompt
         self.hidden_size = hidden_size  # of the language model
-        self.cache = ProcessorCache(int(options.mm_processor_cache_gb * (1 << 30)))
+        self.cache = _cache(options)
         self.workers = workers or MediaWorkers()
         self._uses_uuids = has_prefix_cache or self.cache.max_bytes > 0
 
@@ -285,6 +286,18 @@ class MediaInputs:
 
     def close(self) -> None:
         self.workers.close()
+        if not isinstance(self.cache, ProcessorCache):
+            self.cache.close()
+
+
+def _cache(options: MultiModalConfig) -> ProcessorCache | SharedCache:
+    most = int(options.mm_processor_cache_gb * (1 << 30))
+    if options.mm_processor_cache_type == "lru" or not most:
+        return ProcessorCache(most)
+    from quire.media.shared_cache import SharedCache, shared_memory  # lazy
+
+    descriptor = shared_memory(most) if options.shared_memory is None else options.shared_memory
+    return SharedCache(descriptor, options.mm_shm_cache_max_object_size_mb << 20)
 
 
 def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mask: bytes) -> MediaItem:
@@ -304,14 +317,6 @@ def _with_tokens(item: MediaItem, ids: Sequence[int]) -> MediaItem:
 
 def _sent(item: ProcessedItem) -> dict[str, ArrayData]:
     return {name: array if isinstance(array, ArrayData) else array_data(array) for name, array in item.arrays.items()}
-
-
-def array_data(array: Any) -> ArrayData:
-    import numpy as np  # lazy
-
-    little = np.ascontiguousarray(array)
-    little = little.astype(little.dtype.newbyteorder("<"), copy=False)
-    return ArrayData(shape=tuple(map(int, array.shape)), dtype=str(array.dtype.name), data=little.tobytes())
 
 
 def _check_request(options: Mapping[str, Any]) -> None:

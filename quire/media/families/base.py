@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
+from quire.schema.media import ArrayData
 
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALF = [0.5, 0.5, 0.5]
@@ -25,6 +26,14 @@ class ProcessedItem(NamedTuple):
     arrays: dict[str, Any]  # numpy's, or ArrayData
     text: str
     num_vectors: int
+
+
+def array_data(array: Any) -> ArrayData:
+    import numpy as np  # lazy
+
+    little = np.ascontiguousarray(array)
+    little = little.astype(little.dtype.newbyteorder("<"), copy=False)
+    return ArrayData(shape=tuple(map(int, array.shape)), dtype=str(array.dtype.name), data=little.tobytes())
 
 
 class Family(abc.ABC):
