@@ -81,6 +81,9 @@ _BOTH_WAYS = {
     "PaliGemmaForConditionalGeneration": PROMPT,
 }
 
+# of whose videos some vectors may be left out
+_PRUNED = frozenset(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"))
+
 # encoder-decoders whose encoder reads a text and what another encoder made of media in it
 _READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
 
@@ -102,6 +105,10 @@ def encoder_reads_text(config: Mapping[str, Any]) -> bool:
 def hears_speech(config: Mapping[str, Any]) -> bool:
     """Whether it is known how to ask the model what is said (media/speech)."""
     return str(config.get("model_type")) in SPEECH_TYPES
+
+
+def prunes_video(config: Mapping[str, Any]) -> bool:
+    return not _PRUNED.isdisjoint(config.get("architectures") or ())
 
 
 def both_ways_of(config: Mapping[str, Any]) -> str:

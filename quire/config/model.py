@@ -151,6 +151,9 @@ class MultiModalConfig(Group):
     )
     mm_shm_cache_max_object_size_mb: int = option(128, "MiB of an item that is kept in shared memory, at most.", low=0)
     shared_memory: int | None = None  # the descriptor that API processes of one server have in common
+    video_pruning_rate: float | None = option(
+        None, "Share of a video's vectors that are left out: those where the pictures change least.", low=0, below=1
+    )
     interleave_mm_strings: bool = option(
         False, "Keep media where they stand between texts, in templates that take content as a string."
     )

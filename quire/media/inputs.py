@@ -97,6 +97,7 @@ class MediaInputs:
         self.max_vectors = max_vectors  # of all items of a prompt
         self.hidden_size = hidden_size  # of the language model
         self.cache = _cache(options)
+        family.video_pruning_rate = options.video_pruning_rate or 0.0
         self.workers = workers or MediaWorkers()
         self._uses_uuids = has_prefix_cache or self.cache.max_bytes > 0
 

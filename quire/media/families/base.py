@@ -51,6 +51,8 @@ class Family(abc.ABC):
     counts_items = False  # an item alone in its prompt is processed differently
     tells_tokens = False  # the encoder is told the ids of an item's tokens that get vectors (TOKENS)
     fixed: Collection[str] = ()  # settings of sizes that the number of vectors does not follow: a prompt keeps them
+    prunes_video = False  # vectors of a video may be left out
+    video_pruning_rate = 0.0  # as many of them
     begins_text = False  # a prompt with items begins with the token that begins texts, or else the one that ends them
 
     def __init__(self, files: ProcessorFiles) -> None:
