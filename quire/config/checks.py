@@ -1,5 +1,5 @@
-"""Steps of resolve.py that only check: variables without effect are reported, impossible options refused (of traces, media,
-encoder-decoder models).
+"""Steps of resolve.py that only check: variables without effect are reported, impossible options refused (of traces, of
+media, of encoder-decoder models).
 
 In: the names of variables that are set. Out: at most two warnings, or an error (fail_on_environ_validation) for unknown
 names. Must not know: values; base/env.py reads variables.

@@ -1,7 +1,7 @@
 """Architectures that transformers lacks, whose encoder one of its classes is, under other names.
 
-In: the raw config.json. Out: the configuration of that class, and the names of tensors of the encoder in checkpoints with
-those that the class has for them, as patterns. What the language model is, the declarations know. Must not know: files.
+In: the raw config.json. Out: the configuration of that class, and the names of the encoder's tensors in checkpoints, as
+patterns, with those that the class has for them. The language model is declared elsewhere. Must not know: files.
 """
 
 from __future__ import annotations

@@ -287,8 +287,8 @@ def rounded_size(size: Size, factor: int, fewest: int, most: int, *, frames: int
 def least_changed(frames: Array, side: int, depth: int, rate: float) -> Array:
     """Squares of a video's frames without those that change least: their numbers, frame by frame, row by row.
 
-    (frames, channels, height, width) of bytes. A square has `side` pixels and `depth` frames and is compared with the one
-    before it; those of the first frames are kept. Of all squares, `rate` are left out, or as many as may be."""
+    (frames, channels, height, width) of bytes. A square has `side` pixels and `depth` frames and is compared with the
+    one before it; those of the first frames are kept. Of all squares, `rate` are left out, or as many as may be."""
     import numpy as np  # lazy
 
     num, channels, height, width = frames.shape

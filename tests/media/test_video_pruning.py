@@ -1,5 +1,5 @@
-"""Vectors that are left out of a video: which ones, and what the model says of the others, beside transformers, given the
-same vectors at the places that they have in the whole video."""
+"""Vectors that are left out of a video: which ones, and what the model says of the others, beside transformers, given
+the same vectors at the places that they have in the whole video."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_changes_least_is_left_out() -> None:
     frames[4:, :, 16:32, 32:48] += 20  # in the third, in row 1, column 2, while the other is gone
     kept = pixels.least_changed(frames, 16, 2, 0.5)
     first, second, third = list(range(6)), 6 + 1, [12 + 1, 12 + 5]
-    assert set([*first, second, *third]) <= set(kept.tolist()) and len(kept) == 12
+    assert {*first, second, *third} <= set(kept.tolist()) and len(kept) == 12
     assert pixels.least_changed(frames, 16, 2, 0.625).tolist() == [*first, second, *third]
     assert pixels.least_changed(frames, 16, 2, 0.7).tolist() == [*first, second]
     assert pixels.least_changed(frames, 16, 2, 0.99).tolist() == first  # the first pair is whole
