@@ -137,6 +137,12 @@ def glm4v(cls: Any, **more: Any) -> Callable[[], Any]:
     )  # fmt: skip
 
 
+def glm46v() -> Any:
+    text = tf.Glm4vTextConfig(**TEXT, rope_parameters=GLM_ROPE)
+    return tf.Glm46VConfig(vision_config=tf.Glm4vVisionConfig(**GLM_VISION), text_config=text, image_token_id=IMAGE,
+                           video_token_id=IMAGE)  # fmt: skip
+
+
 QWEN3_5: dict[str, Any] = TEXT | dict(
     rope_parameters=MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
     head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -429,6 +435,11 @@ FAMILIES: dict[str, Family] = {
         qwen3_vl(tf.Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                  decoder_sparse_step=1), patches("pixel_values", "image_grid_thw"), types="mm",
     ),
+    "Qwen3VLMoeForConditionalGeneration video": Family(
+        qwen3_vl(tf.Qwen3VLMoeConfig, image=291, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                 decoder_sparse_step=1), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
+        types="mm", between=(292, 17, 290),
+    ),
     "Qwen3VLForConditionalGeneration video": Family(
         qwen3_vl(tf.Qwen3VLConfig, image=291), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
         types="mm", between=(292, 17, 290),
@@ -442,6 +453,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4vMoeForConditionalGeneration": Family(
         glm4v(tf.Glm4vMoeConfig, **GLM_MOE), patches("pixel_values", "image_grid_thw"), types="mm"
+    ),
+    "Glm4vMoeForConditionalGeneration video": Family(
+        glm4v(tf.Glm4vMoeConfig, **GLM_MOE), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
+        types="mm", between=(292, 17, 290),
     ),
     "Gemma3ForConditionalGeneration": Family(
         both(tf.Gemma3Config, siglip, lambda: tf.Gemma3TextConfig(
@@ -571,10 +586,10 @@ FAMILIES: dict[str, Family] = {
     "LightOnOcrForConditionalGeneration": Family(
         both(tf.LightOnOcrConfig, pixtral, lambda: tf.Qwen3Config(**TEXT, head_dim=16), image_token_id=IMAGE), sized,
     ),
-    "Glm46VForConditionalGeneration": Family(
-        lambda: tf.Glm46VConfig(vision_config=tf.Glm4vVisionConfig(**GLM_VISION), text_config=tf.Glm4vTextConfig(
-            **TEXT, rope_parameters=GLM_ROPE), image_token_id=IMAGE, video_token_id=IMAGE),
-        patches("pixel_values", "image_grid_thw"), types="mm",
+    "Glm46VForConditionalGeneration": Family(glm46v, patches("pixel_values", "image_grid_thw"), types="mm"),
+    "Glm46VForConditionalGeneration video": Family(
+        glm46v, patches("pixel_values_videos", "video_grid_thw", 3), modality="video", types="mm",
+        between=(292, 17, 290),
     ),
     "GlmOcrForConditionalGeneration": Family(
         glm4v(tf.GlmOcrConfig, head_dim=16), patches("pixel_values", "image_grid_thw"), types="mm"
@@ -589,6 +604,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": Family(
         qwen3_5(tf.Qwen3_5MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                 shared_expert_intermediate_size=32), patches("pixel_values", "image_grid_thw"), types="mm",
+    ),
+    "Qwen3_5MoeForConditionalGeneration video": Family(
+        qwen3_5(tf.Qwen3_5MoeConfig, image=291, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                shared_expert_intermediate_size=32), patches("pixel_values_videos", "video_grid_thw", 3),
+        modality="video", types="mm", between=(292, 17, 290),
     ),
     "Exaone4_5_ForConditionalGeneration": Family(
         lambda: tf.Exaone4_5_Config(

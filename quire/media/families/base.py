@@ -6,7 +6,7 @@ Must not know: where items come from, tokenizers, positions in a prompt.
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from quire.media.settings import ProcessorFiles, Settings
@@ -102,6 +102,18 @@ class Family(abc.ABC):
         return InputError(
             f"this model takes {', '.join(self.placeholders)} and no {modality}", param="multi_modal_data"
         )
+
+
+class FamilyByModality(Family):
+    """A family that has settings and a method of its own for items of each modality."""
+
+    @abc.abstractmethod
+    def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]: ...
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        if modality not in self.placeholders:
+            raise self.refuse(modality)
+        return self.methods()[modality](value, self._own[modality].over(options))
 
 
 def _is_same(value: Any, own: Any) -> bool:

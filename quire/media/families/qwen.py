@@ -3,11 +3,11 @@ two; and models that take images in nearly the same way (VideoLLaMA 3, PaddleOCR
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
-from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, Family, ProcessedItem
+from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, FamilyByModality, ProcessedItem
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.media.video import Video
@@ -34,7 +34,7 @@ _FRAMES = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
 FPS = 24.0  # of a video that does not say
 
 
-class Qwen2VL(Family):
+class Qwen2VL(FamilyByModality):
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     image_edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     video_edges = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
@@ -49,12 +49,8 @@ class Qwen2VL(Family):
     def written(self, modality: str, number: int) -> str:
         return f"<|vision_start|>{self.placeholders[modality]}<|vision_end|>"
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
-        if modality == "image":
-            return self._image(value, self.image.over(options))
-        if modality == "video":
-            return self._video(value, self.video.over(options))
-        raise self.refuse(modality)
+    def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]:
+        return {"image": self._image, "video": self._video}
 
     def _image(self, image: Image, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
