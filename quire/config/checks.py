@@ -94,10 +94,10 @@ def _is_installed(package: str) -> bool:
 def check_media(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     model, options = config.model_config, config.model_config.multimodal_config
     rate = None if options is None else options.video_pruning_rate
-    if rate and not prunes_video(model.hf_config):
+    if rate and "video" in model.facts.modalities and not prunes_video(model.hf_config):
         raise NotBuiltError(
-            f"video_pruning_rate={rate} is not built for {model.architecture or 'this model'}: vectors are left out of "
-            "videos of Qwen2-VL and Qwen2.5-VL only",
+            f"video_pruning_rate={rate} is not built for {model.architecture}: vectors are left out of videos of "
+            "Qwen2-VL and Qwen2.5-VL only",
             param="video_pruning_rate",
         )
     return config
