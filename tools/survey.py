@@ -55,6 +55,7 @@ class Idle(LogitsProcessor):
 """
 _ONE_HEAD = ("--tensor-parallel-size", "2", "--load-format", "dummy", "--hf-overrides", '{"num_key_value_heads": 1}')
 _BESIDE = {  # what a flag needs to mean something
+    "mm-shm-cache-max-object-size-mb": ("--mm-processor-cache-type", "shm"),
     "decode-context-parallel-size": _ONE_HEAD,
     "cp-kv-cache-interleave-size": (*_ONE_HEAD, "--decode-context-parallel-size", "2"),
     "dcp-kv-cache-interleave-size": (*_ONE_HEAD, "--decode-context-parallel-size", "2"),

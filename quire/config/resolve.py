@@ -20,7 +20,7 @@ from quire.checkpoint.quantization import Quantization, add_quantization, agrees
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
-from quire.config.checks import check_encoder_decoder, check_environment, check_traces
+from quire.config.checks import check_encoder_decoder, check_environment, check_media, check_traces
 from quire.config.drafting import MODEL_METHODS, choose_drafts
 from quire.config.engine import EngineConfig, replace
 from quire.config.engines import check_engines
@@ -668,6 +668,7 @@ STEPS: tuple[Step, ...] = (
     choose_drafts,
     configure_drafter,
     check_encoder_decoder,
+    check_media,
     choose_length,
     limit_length,
     choose_sampling,

@@ -93,6 +93,10 @@ class AdapterPlaces:
         """A module of another pipeline stage."""
         return self._table.lies_elsewhere(f"{module}.weight")
 
+    def is_unread(self, module: str) -> bool:
+        """A module whose weight no computation reads (keys and values of layers that borrow those of others)."""
+        return self._table.is_unread(f"{module}.weight")
+
     def canonical(self, module: str) -> str:
         return self._table.canonical(f"{module}.weight").removesuffix(".weight")
 

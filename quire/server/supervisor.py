@@ -84,6 +84,18 @@ def _start_engines(
     return several, [one for one in several.members if isinstance(one, ProcessClient)]
 
 
+def _with_media_memory(config: EngineConfig) -> tuple[EngineConfig, tuple[int, ...]]:
+    """Memory for processed media that all API processes share, where that is asked for, and its descriptor."""
+    options = config.model_config.multimodal_config
+    if options is None or options.mm_processor_cache_type != "shm" or not options.mm_processor_cache_gb:
+        return config, ()
+    from quire.config import replace  # lazy
+    from quire.media.shared_cache import shared_memory  # lazy
+
+    descriptor = shared_memory(int(options.mm_processor_cache_gb * (1 << 30)))
+    return replace(config, **{"model_config.multimodal_config.shared_memory": descriptor}), (descriptor,)
+
+
 class _Nobody:
     """The supervisor asks for nothing, so nothing comes."""
 
@@ -114,7 +126,7 @@ class Supervisor:
         self._client = client
         self._engines = engines
         self._options = options
-        self._config = config
+        self._config, self._media_memory = _with_media_memory(config)
         self._opened = opened
         self._metrics_folder = os.path.join(engines[0].mailbox.folder, "metrics")
         os.mkdir(self._metrics_folder, 0o700)
@@ -142,7 +154,7 @@ class Supervisor:
             "options": self._options,
             "config": for_children(self._config),
         }
-        keep = (*(one.life for one in engines), self._opened.fileno(), written)
+        keep = (*(one.life for one in engines), self._opened.fileno(), written, *self._media_memory)
         name = f"API process {number}"
         child = Child(API_MAIN, msgspec.msgpack.encode(boot), name=name, keep=keep, keep_env=_TRACING)
         os.close(written)
@@ -167,6 +179,8 @@ class Supervisor:
         """Whatever still runs is made to leave."""
         for api in list(self._apis.values()):
             self._drop(api)
+        for descriptor in self._media_memory:
+            os.close(descriptor)
 
     def _drop(self, api: _Api) -> None:
         del self._apis[api.number]

@@ -26,6 +26,7 @@ from tests.tiny_adapters import (
     merge,
     stacked_parameters,
     write_adapter,
+    write_folder,
     write_stacked,
 )
 from tests.tiny_models import make_tiny, write_tiny
@@ -51,6 +52,44 @@ CASES: dict[str, tuple[str, ...] | None] = {
     "Lfm2ForCausalLM": None,  # short convolutions
     "Gemma3nForCausalLM": None,  # streams, keys and values of other layers
 }
+
+
+def test_adapters_of_layers_that_borrow_keys_and_values(tmp_path: Path) -> None:
+    """PEFT writes pairs for projections that Gemma 3n has and does not read: they change nothing. Those of a layer that
+    the model does not have are refused still."""
+    model = make_tiny("Gemma3nForCausalLM", tmp_path / "model")
+    modules = linear_modules(model, ("q_proj", "k_proj", "v_proj"))
+    count, shared = model.config.num_hidden_layers, model.config.num_kv_shared_layers
+    assert shared
+    shapes = {name: modules[f"model.layers.0.self_attn.{name}"] for name in ("k_proj", "v_proj")}
+    borrowed = {
+        f"model.layers.{index}.self_attn.{name}": shape
+        for index in range(count - shared, count) for name, shape in shapes.items()
+    }  # fmt: skip
+    plain = {name: shape for name, shape in modules.items() if name not in borrowed}
+    few = write_adapter(model, tmp_path / "few", modules=plain, seed=3)
+    tensors = load_file(f"{few.path}/adapter_model.safetensors")
+    for name, (rows, width) in borrowed.items():
+        stem = f"base_model.model.{name}.lora_"
+        tensors |= {f"{stem}A.weight": torch.randn(4, width), f"{stem}B.weight": torch.randn(rows, 4)}
+    about = json.loads(Path(few.path, "adapter_config.json").read_text())
+    write_folder(tmp_path / "all", tensors, about)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with start(tmp_path / "model") as llm:
+        said = [
+            llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params, lora_request=adapter, use_tqdm=False)
+            for adapter in (None, LoRARequest("few", 1, few.path), LoRARequest("all", 2, str(tmp_path / "all")))
+        ]
+        base, some, every = (output.outputs[0].token_ids for (output,) in said)
+        assert some == every != base
+        far = {
+            name.replace(".0.", f".{count}."): tensor.clone()
+            for name, tensor in tensors.items()
+            if ".layers.0." in name
+        }
+        write_folder(tmp_path / "far", tensors | far, about)
+        with pytest.raises(Exception, match=f"layers.{count}"):
+            llm.generate([{"prompt_token_ids": [5]}], params, lora_request=LoRARequest("far", 3, str(tmp_path / "far")))
 
 
 @pytest.mark.parametrize("arch", CASES)
