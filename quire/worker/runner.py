@@ -188,12 +188,15 @@ class ModelRunner:
             self._forward(plan)
             return
         before, self._latest = self._latest, None
-        if before is not None and (before.verified or self.drafts.wants_tokens):
+        waits = before is not None and (bool(before.verified) or self.drafts.wants_tokens)
+        if before is not None and waits:
             before.settle()
         with self.drafts.lock:  # results may be read by another thread
             if before is not None and not before.is_followed:
                 before.is_passed = True
             self._forward(plan)
+            if waits:
+                self.drafts.resumed()
 
     def _forward(self, plan: StepPlan) -> None:
         began = now()
