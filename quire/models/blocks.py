@@ -383,10 +383,35 @@ class SharedBlock(SingleBlock):
         return x, self.attn(self.norm(x + self.use(x, batch, rotary)), batch, rotary)
 
 
+class ShortcutBlock(nn.Module):
+    """Norm, attention, norm and mlp, twice; experts read what the first mlp reads, and are added at the end."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__()
+        layer, prefix, dense = arch.layers[index], f"model.layers.{index}.", replace(arch.layers[index], moe=False)
+        self.attn = nn.ModuleList(_attention(arch, layer, f"{prefix}self_attn.{i}.", rope, storage) for i in (0, 1))
+        self.mlps = nn.ModuleList(mlp_of(arch, dense, f"{prefix}mlps.{i}.", storage) for i in (0, 1))
+        self.mlp = mlp_of(arch, layer, f"{prefix}mlp.", storage)
+        names = ("input_layernorm", "post_attention_layernorm")
+        before = [[Norm(f"{prefix}{name}.{i}", (arch.width,), arch.norm, storage) for i in (0, 1)] for name in names]
+        self.before_attn, self.before_mlp = nn.ModuleList(before[0]), nn.ModuleList(before[1])
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        aside: Tensor | None = None
+        for attn, mlp, before_attn, before_mlp in zip(
+            self.attn, self.mlps, self.before_attn, self.before_mlp, strict=True
+        ):
+            h, x = before_attn.add(x, delta)
+            h, x = before_mlp.add(x, attn(h, batch, rotary))
+            aside = self.mlp(h) if aside is None else aside
+            delta = mlp(h)
+        return x, delta + aside
+
+
 BLOCKS = {
     "pre": DecoderBlock, "post": DecoderBlock, "sandwich": DecoderBlock, "pre_post": DecoderBlock,
     "pre_mlp": DecoderBlock, "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock,
-    "shared": SharedBlock, "altup": AltUpBlock, "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
+    "shared": SharedBlock, "altup": AltUpBlock, "shortcut": ShortcutBlock, "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
 }  # fmt: skip
 
 
@@ -439,7 +464,7 @@ def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage
         m, scale = arch.mla, layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5
         latent = MlaKind(
             heads=arch.heads, kv_rank=m.kv_rank, nope=m.nope, rope=m.rope, value=m.value, scale=scale,
-            q_rank=m.q_rank, bias=arch.qkv_bias,
+            q_rank=m.q_rank, bias=arch.qkv_bias, latent_scale=m.latent_scale,
         )  # fmt: skip
         return LatentAttention(prefix, arch.width, latent, rope, storage)
     return Attention(prefix, arch.width, attention_kind(arch, layer), rope, storage)

@@ -141,7 +141,7 @@ def test_what_was_saved_for_a_long_text_is_not_spent_on_many_short_ones() -> Non
 def test_drafts_for_few_rows_may_tell_that_all_would_pay() -> None:
     lengths = DraftLengths(SpeculativeConfig(method="draft_model", model="x", num_speculative_tokens=4))
     budget, names = DraftBudget(lengths, 0.05), [f"r{i}" for i in range(8)]
-    assert budget.pays_for_all(names, {"r3": 1}.get) and not budget.pays_for_all(names, {}.get)
+    assert budget.pays_for_all(names, {"r3": 1}.get) and not budget.pays_for_all(names, lambda name: None)
     lengths._first[MODEL_EVIDENCE] = rate = Rate(0.99)
     for _ in range(200):
         rate.add(False)
