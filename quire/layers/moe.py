@@ -200,7 +200,12 @@ class Moe(nn.Module):
         super().__init__()
         self.prefix, self.kind = prefix, kind
         self.router = Linear(
-            prefix, width, {"gate": kind.experts + kind.identities}, storage, bias=kind.router_bias, wide=kind.router_wide
+            prefix,
+            width,
+            {"gate": kind.experts + kind.identities},
+            storage,
+            bias=kind.router_bias,
+            wide=kind.router_wide,
         )
         between: Callable[[Tensor], Tensor] = (gated_on if kind.gated else plain_on)(act, storage.kernels)
         if kind.clamp:

@@ -411,7 +411,8 @@ class ShortcutBlock(nn.Module):
 BLOCKS = {
     "pre": DecoderBlock, "post": DecoderBlock, "sandwich": DecoderBlock, "pre_post": DecoderBlock,
     "pre_mlp": DecoderBlock, "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock,
-    "shared": SharedBlock, "altup": AltUpBlock, "shortcut": ShortcutBlock, "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
+    "shared": SharedBlock, "altup": AltUpBlock, "shortcut": ShortcutBlock, "cross_pre": CrossBlock,
+    "cross_after": CrossAfterBlock,
 }  # fmt: skip
 
 
