@@ -388,24 +388,29 @@ class ShortcutBlock(nn.Module):
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
         super().__init__()
-        layer, prefix, dense = arch.layers[index], f"model.layers.{index}.", replace(arch.layers[index], moe=False)
-        self.attn = nn.ModuleList(_attention(arch, layer, f"{prefix}self_attn.{i}.", rope, storage) for i in (0, 1))
-        self.mlps = nn.ModuleList(mlp_of(arch, dense, f"{prefix}mlps.{i}.", storage) for i in (0, 1))
+        layer, prefix = arch.layers[index], f"model.layers.{index}."
+        self.first, self.second = (HalfBlock(arch, layer, prefix, i, rope, storage) for i in (0, 1))
         self.mlp = mlp_of(arch, layer, f"{prefix}mlp.", storage)
-        names = ("input_layernorm", "post_attention_layernorm")
-        before = [[Norm(f"{prefix}{name}.{i}", (arch.width,), arch.norm, storage) for i in (0, 1)] for name in names]
-        self.before_attn, self.before_mlp = nn.ModuleList(before[0]), nn.ModuleList(before[1])
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        aside: Tensor | None = None
-        for attn, mlp, before_attn, before_mlp in zip(
-            self.attn, self.mlps, self.before_attn, self.before_mlp, strict=True
-        ):
-            h, x = before_attn.add(x, delta)
-            h, x = before_mlp.add(x, attn(h, batch, rotary))
-            aside = self.mlp(h) if aside is None else aside
-            delta = mlp(h)
-        return x, delta + aside
+        h, x = self.first.attend(x, delta, batch, rotary)
+        aside = self.mlp(h)
+        h, x = self.second.attend(x, self.first.mlp(h), batch, rotary)
+        return x, self.second.mlp(h) + aside
+
+
+class HalfBlock(nn.Module):
+    def __init__(self, arch: Arch, layer: Layer, prefix: str, number: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__()
+        self.attn = _attention(arch, layer, f"{prefix}self_attn.{number}.", rope, storage)
+        self.mlp = mlp_of(arch, replace(layer, moe=False), f"{prefix}mlps.{number}.", storage)
+        self.before_attn = Norm(f"{prefix}input_layernorm.{number}", (arch.width,), arch.norm, storage)
+        self.before_mlp = Norm(f"{prefix}post_attention_layernorm.{number}", (arch.width,), arch.norm, storage)
+
+    def attend(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Tensor]:
+        """What the mlp reads, and the stream."""
+        h, x = self.before_attn.add(x, delta)
+        return self.before_mlp.add(x, self.attn(h, batch, rotary))
 
 
 BLOCKS = {

@@ -96,7 +96,7 @@ def longcat_flash(c: View) -> Arch:
         experts, c.moe_topk, c.expert_ffn_hidden_size, renorm=False, scale=c.routed_scaling_factor, select_bias=True,
         router_wide=True, identities=none,
     )  # fmt: skip
-    ignore = (r"^model\.mtp\.", r"\.mlp\.router\.classifier\.bias$")
+    ignore: tuple[str, ...] = (r"^model\.mtp\.", r"\.mlp\.router\.classifier\.bias$")
     if none:  # transformers writes matrices for them
         ignore += (rf"\.mlp\.experts\.({'|'.join(map(str, range(experts, experts + none)))})\.",)
     arch = replace(
