@@ -3,21 +3,19 @@
 N-grams cost nothing, so lengths.py decides after they were proposed. A draft model is paid before it is known whether
 its drafts are right: one pass for every token, and a longer one for texts that it has not read yet. So the same
 probabilities are weighed against that cost first. Where it does not pay, a small share of the time is spent on drafts
-that are only compared with what the row says, so that a text which becomes predictable is noticed: what such a draft
-will take is estimated, and what it took is paid for from the same share. Must not know: how a draft model works.
+that are only compared with what the row says, so that a text which becomes predictable is noticed. Must not know: how
+a draft model works.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from quire.drafting.lengths import CLEAR_GAIN, DraftLengths
 
-_EXPLORED = 0.01  # of the time of steps without drafts
+_EXPLORED = 0.015  # of the time of steps without drafts
 _MOST_FACTOR = 8.0  # of what reading a text takes
 _MOST_SAVED = 256.0  # of that time, in steps of one token
-_MOST_PAID = 16.0  # of what a draft that is only compared should have taken
-_MOST_OWED = 64.0  # of time that such drafts took beyond what was saved
 _FIRST_ANSWER = 64.0  # tokens, until answers were seen
 _ANSWER_SHARE = 0.05  # of a new answer in their mean length
 _LEARN, _LEARN_READING = 0.1, 0.3  # of a newly measured cost
@@ -30,8 +28,7 @@ class DraftBudget:
         step of one token; 0: not known."""
         self._lengths, self._pass_cost, self._step_seconds = lengths, pass_cost, step_seconds
         self._reading_factor = 1.0  # what reading texts takes, in what a pass of as many tokens should take
-        self._saved = 0.0  # time for drafts that are only compared, in steps of one token; below 0: they took more
-        self._expected = 0.0  # what the latest of them should take
+        self._saved = 0.0  # time for drafts that are only compared, in steps of one token
         self._said: dict[str, int] = {}
         self._mean_answer = _FIRST_ANSWER
 
@@ -71,7 +68,7 @@ class DraftBudget:
         known = {name: tokens for name in request_ids if (tokens := behind(name)) is not None}
         if not known:
             return [], 0
-        count, saved = self._best(len(request_ids), known)
+        count, saved = self._best(request_ids, known)
         if count:
             names = [name for name, tokens in known.items() if self._is_worth_reading(name, tokens, saved)]
             if names:
@@ -83,37 +80,23 @@ class DraftBudget:
         known = {name: tokens for name in request_ids if (tokens := behind(name)) is not None}
         if not known:
             return False
-        count, saved = self._best(len(request_ids), known)
+        count, saved = self._best(request_ids, known)
         if count and any(self._is_worth_reading(name, tokens, saved) for name, tokens in known.items()):
             return True
         self._save(len(request_ids), num_steps)
         return self._saved >= self._exploring(min(known.values()))
 
-    def pays_for_all(self, request_ids: Sequence[str], behind: Behind) -> bool:
-        """Whether drafting would pay if it could be done for every row, and all were like those for which it can."""
-        known = {name: 0 for name in request_ids if behind(name) is not None}
-        return bool(known) and self._best(len(request_ids), known, for_all=True)[0] > 0
-
-    def paid(self, seconds: float) -> None:
-        """Drafts that were only compared, or none at all, have kept the device waiting for so long."""
-        if self._step_seconds:
-            expected, self._expected = self._expected, 0.0
-            most = _MOST_PAID * max(expected, self._exploring(1))
-            more = max(0.0, min(most, seconds / self._step_seconds) - expected)
-            self._saved = max(-_MOST_OWED, self._saved - more)
-
-    def _best(self, num_rows: int, known: Collection[str], *, for_all: bool = False) -> tuple[int, float]:
+    def _best(self, request_ids: Sequence[str], known: dict[str, int]) -> tuple[int, float]:
         """Drafts per row with the most tokens per second, 0: none pay; and the time that each token of a row saves."""
-        lengths, costs = self._lengths, self._lengths.costs
+        lengths, num_rows, costs = self._lengths, len(request_ids), self._lengths.costs
         firsts = [lengths.first_probability(name) for name in known]
-        later, num_drafted = lengths.later_probability(), num_rows if for_all else len(known)
+        later = lengths.later_probability()
         plain = num_rows / costs.of(num_rows)
-        best, count, tokens = plain * CLEAR_GAIN, 0, float(num_rows)
-        values = sum(firsts) * num_drafted / len(known)
+        best, count, tokens, values = plain * CLEAR_GAIN, 0, float(num_rows), sum(firsts)
         for k in range(1, lengths.most(num_rows) + 1):
             tokens += values
             values *= later
-            cost = costs.of(num_rows + k * num_drafted) + costs.wait + k * self._pass_cost * costs.of(num_drafted)
+            cost = costs.of(num_rows + k * len(known)) + costs.wait + k * self._pass_cost * costs.of(len(known))
             if (rate := tokens / cost) > best:
                 best, count = rate, k
         return count, 1 / plain - 1 / best
@@ -141,6 +124,5 @@ class DraftBudget:
         cost = self._exploring(known[name])
         if self._saved < cost:
             return [], 0
-        self._saved = min(self._saved - cost, cost)  # what was saved for a longer text is not spent on many short ones
-        self._expected = cost
+        self._saved -= cost
         return [name], 1

@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 
 _COMPARED, _COMPARED_QUIET = 16, 4  # rows of a step whose drafts are only compared; when none were worth it for long
 _QUIET_STEPS = 32  # without a draft, after which none is expected
-_QUIET_EVERY = 8  # of which steps a drafter is told what was said, and asked whether it may be worth it again
+_QUIET_EVERY = 8  # of which steps a drafter is asked whether it may be worth it again
 _COPIED_AT_ONCE = 512  # states of a step that rows may share: each keeps all of them alive
-_WATCHED = 4  # rows whose states are read while nothing is worth drafting
 
 
 @runtime_checkable
@@ -96,14 +95,10 @@ class Drafts:
         self._epochs: dict[str, int] = {}
         self._num_quiet = 0  # steps since one led to drafts
         self._turn = 0  # which rows are compared next
-        self._untold: list[Mapping[str, list[int]]] = []  # what rows said, of which a drafter was not told yet
-        self._watched: list[str] = []  # rows whose states are read even now
-        self._arrived = 0.0  # when tokens were there that had been waited for in vain; 0: they were not
         self._began = 0.0
 
     def follow(self, plan: StepPlan) -> None:
         """Rows that come and go with this plan."""
-        self._tell()
         for request_id in plan.left:
             self._proposer.end(request_id)
             self._drop(request_id)
@@ -211,83 +206,36 @@ class Drafts:
         """What a step computed, before it is known what its rows said."""
         num_tokens = int(shape.ends[-1])
         states = hidden[:num_tokens] if self.inner_states is None else self.inner_states(num_tokens)
-        if self.is_quiet and self._drafter is not None:
-            self._read_some(shape, states, reader)
-            return
         is_small = num_tokens <= _COPIED_AT_ONCE
         pieces = (states.clone() if is_small else states).split(shape.counts.tolist())
         request_of = self._rows.request_of
         for row, start, own in zip(shape.rows.tolist(), shape.starts.tolist(), pieces, strict=True):
             reader.read(request_of[row], start, own if is_small else own.clone())
 
-    def _read_some(self, shape: StepShape, states: Tensor, reader: ReadsStates) -> None:
-        """Of few rows, the same ones as long as they are there: enough to notice that drafts are worth it again. The
-        texts of others begin anew for the drafter when that is so."""
-        place_of, row_of = {row: i for i, row in enumerate(shape.rows.tolist())}, self._rows.row_of
-        watched = [name for name in self._watched if name in row_of]
-        for row in place_of:
-            if len(watched) >= _WATCHED:
-                break
-            if (name := self._rows.request_of[row]) not in watched:
-                watched.append(name)
-        self._watched = watched
-        for name in watched:
-            if (i := place_of.get(row_of[name])) is not None:
-                end, count = int(shape.ends[i]), int(shape.counts[i])
-                reader.read(name, int(shape.starts[i]), states[end - count : end].clone())
-
-    def _tell(self) -> None:
-        """What rows said since the drafter was told last."""
-        if not self._untold:
-            return
-        said: dict[str, list[int]] = {}
-        for sampled in self._untold:
-            for name, token_ids in sampled.items():
-                said.setdefault(name, []).extend(token_ids)
-        self._untold.clear()
-        self._extend(said)
-
-    def _extend(self, said: Mapping[str, list[int]]) -> None:
-        extend = self._proposer.extend
-        for name, token_ids in said.items():
-            extend(name, token_ids)
-        if self._drafter is not None:
-            observe = self._drafter[1].observe
-            for name, token_ids in said.items():
-                observe(name, len(token_ids))
-
-    def resumed(self) -> None:
-        """A step that waited for the tokens of the one before was launched: what that took is paid for, if it led to no
-        drafts that are verified."""
-        if self._arrived and self._drafter is not None:
-            self._drafter[1].paid(now() - self._arrived)
-        self._arrived = 0.0
-
     def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool, late: bool = False) -> None:
         """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too. `late`:
         that next step was started before."""
         names, lengths, most = list(sampled), self.lengths, self._most
-        arrived, self._arrived = now(), 0.0
         learns, seconds = lengths is not None and not prompts and not lengths.costs.is_fixed, 0.0
         if lengths is not None:
             if learns:
                 seconds = self._clock.since(self._began)
                 lengths.costs.learn(num_tokens, seconds)
             most = min(most, lengths.most(len(names)))
-        if late and self.is_quiet and self._drafter is not None:
-            self._untold.append(sampled)
-            if len(self._untold) >= _QUIET_EVERY:
-                self._tell()
-        else:
-            self._tell()
-            self._extend(sampled)
+        extend = self._proposer.extend
+        for name, token_ids in sampled.items():
+            extend(name, token_ids)
         if self.of:
             for name in names:
                 self._drop(name)
         if lengths is not None:
             lengths.observe_all(sampled)
-        if self._drafter is not None and learns:
-            self._drafter[1].learn_step(num_tokens, seconds)
+        if self._drafter is not None:
+            budget = self._drafter[1]
+            for name, token_ids in sampled.items():
+                budget.observe(name, len(token_ids))
+            if learns:
+                budget.learn_step(num_tokens, seconds)
         if not names:
             return
         if late and lengths is not None:
@@ -296,7 +244,6 @@ class Drafts:
             if most:
                 self._draft(names, most)
             self.wants_tokens = lengths is None or bool(self.of)
-            self._arrived = 0.0 if self.of else arrived
         self._num_quiet = 0 if self.of or lengths is None else self._num_quiet + 1
 
     def _draft(self, names: list[str], most: int) -> None:
@@ -311,27 +258,15 @@ class Drafts:
             self._turn += 1
             if self.is_quiet and self._turn % _QUIET_EVERY:
                 return False
-            self._tell()  # else it would not know how far behind it is
             proposer, budget = self._drafter
-            return self._wakes(names) or budget.promises(names, proposer.behind, _QUIET_EVERY if self.is_quiet else 1)
+            return budget.promises(names, proposer.behind, _QUIET_EVERY if self.is_quiet else 1)
         first = self._turn % len(names)
         some = (names[first:] + names[:first])[: _COMPARED_QUIET if self.is_quiet else _COMPARED]
         self._turn += len(some)
         return lengths.promises(some, self._proposer.propose(some, most), len(names))
 
-    def _wakes(self, names: list[str]) -> bool:
-        """Whether the states of all rows are to be read again, because drafts for all of them would pay."""
-        if self.reader is None or self._drafter is None or not self.is_quiet:
-            return False
-        proposer, budget = self._drafter
-        if not budget.pays_for_all(names, proposer.behind):
-            return False
-        self._num_quiet = 0
-        return True
-
     def _draft_if_worth(self, names: list[str], most: int, proposer: ModelProposer, budget: DraftBudget) -> None:
         num_rows = len(names)
-        self._wakes(names)
         names, count = budget.plan(names, proposer.behind)
         if not names:
             return

@@ -188,15 +188,12 @@ class ModelRunner:
             self._forward(plan)
             return
         before, self._latest = self._latest, None
-        waits = before is not None and (bool(before.verified) or self.drafts.wants_tokens)
-        if before is not None and waits:
+        if before is not None and (before.verified or self.drafts.wants_tokens):
             before.settle()
         with self.drafts.lock:  # results may be read by another thread
             if before is not None and not before.is_followed:
                 before.is_passed = True
             self._forward(plan)
-            if waits:
-                self.drafts.resumed()
 
     def _forward(self, plan: StepPlan) -> None:
         began = now()

@@ -8,12 +8,10 @@ import pytest
 
 from quire.config.drafting import SpeculativeConfig
 from quire.drafting.budget import DraftBudget
-from quire.drafting.lengths import DraftLengths, Rate
+from quire.drafting.lengths import DraftLengths
 from quire.drafting.proposer import MODEL_EVIDENCE, Proposal
 
 MEASURED = [13.0, 14.0, 19.5, 26.5, 47.0, 70.0, 90.0]  # ms of steps of 1, 2, 4, 8, 16, 24, 32 tokens
-
-OF_A_DEVICE = [4.0, 4.0, 4.0, 4.1, 4.2, 4.3, 4.4]
 
 
 class Simulated:
@@ -101,48 +99,3 @@ def test_rows_that_cannot_be_drafted_for_are_left_alone() -> None:
     assert budget.plan(["a", "b"], lambda name: None) == ([], 0)
     names, count = budget.plan(["a", "b"], {"b": 1}.get)
     assert names == ["b"] and count > 0
-
-
-@pytest.mark.parametrize("factor", [1.0, 6.0])
-def test_drafts_that_take_longer_than_expected_are_made_less_often(factor: float) -> None:
-    """32 rows on a device; drafts are never right, and keep it waiting for `factor` of what was estimated."""
-    lengths = DraftLengths(SpeculativeConfig(method="draft_model", model="x", num_speculative_tokens=4))
-    lengths.costs.probed(OF_A_DEVICE)
-    lengths.costs.wait, lengths.costs.is_fixed = 0.12, True
-    budget, names, step_seconds = DraftBudget(lengths, 0.25, 0.004), [f"r{i}" for i in range(32)], 0.004
-    lost, num_compared, behind = 0.0, 0, dict.fromkeys(names, 1)
-    for _ in range(64):  # until it is known
-        lengths.choose(["r0"], [Proposal([1], MODEL_EVIDENCE)], 32)
-        lengths.observe("r0", [2])
-    for _ in range(500):  # of eight steps each
-        behind = {name: tokens + 8 for name, tokens in behind.items()}
-        if budget.promises(names, behind.get, 8):
-            (name,), count = budget.plan(names, behind.get)
-            seconds = factor * (0.25 * lengths.costs.of(behind[name]) + 0.12) * step_seconds
-            lengths.choose([name], [Proposal([1] * count, MODEL_EVIDENCE)], 32)
-            lengths.observe(name, [2])
-            budget.paid(seconds)
-            lost, num_compared, behind[name] = lost + seconds, num_compared + 1, 0
-    assert num_compared > 5
-    assert lost < 0.015 * 500 * 8 * lengths.costs.of(32) * step_seconds
-
-
-def test_what_was_saved_for_a_long_text_is_not_spent_on_many_short_ones() -> None:
-    budget = Simulated(0.3).budget
-    budget._lengths._first[MODEL_EVIDENCE] = rate = Rate(0.99)
-    for _ in range(200):
-        rate.add(False)
-    for _ in range(2000):
-        assert budget.plan(["long"], {"long": 5000}.get) == ([], 0)
-    drafted = [bool(budget.plan(["long", "short"], {"long": 5000, "short": 1}.get)[0]) for _ in range(20)]
-    assert 1 <= sum(drafted) <= 3
-
-
-def test_drafts_for_few_rows_may_tell_that_all_would_pay() -> None:
-    lengths = DraftLengths(SpeculativeConfig(method="draft_model", model="x", num_speculative_tokens=4))
-    budget, names = DraftBudget(lengths, 0.05), [f"r{i}" for i in range(8)]
-    assert budget.pays_for_all(names, {"r3": 1}.get) and not budget.pays_for_all(names, lambda name: None)
-    lengths._first[MODEL_EVIDENCE] = rate = Rate(0.99)
-    for _ in range(200):
-        rate.add(False)
-    assert not budget.pays_for_all(names, {"r3": 1}.get)
