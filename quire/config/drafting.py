@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from quire.base.log import logger
+from quire.config.kernels import ATTENTION_NAMES
 from quire.config.memory import LoadConfig
 from quire.config.model import ModelConfig, quantization_name
-from quire.config.option import Group, group, option
+from quire.config.option import LATER, Group, group, option
 from quire.schema.errors import ConfigError, NotBuiltError
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ log = logger(__name__)
 HEAD_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS, "mtp", "custom_class")
 # Documented methods that this version refuses by name.
-UNBUILT = ("ngram_gpu", "dflash", "dspark", "extract_hidden_states")
+UNBUILT = ("dflash", "dspark", "extract_hidden_states")
 MODEL_METHODS = ("draft_model", *HEAD_METHODS)  # those with a checkpoint of their own
-DRAFT_KEYS = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config")
+DRAFT_KEYS = (
+    "revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config", "attention_backend",
+)  # fmt: skip
 MOST_TOKENS = 128  # per row and step
 _SUFFIX_TOKENS = 32
 _PLACE = "speculative_config"
@@ -40,6 +43,8 @@ class DrafterConfig:
     model_config: ModelConfig
     load_config: LoadConfig
     cache_dtype: str
+    unknown_token: int | None = None  # of parallel drafting: stands for each token to come
+    attention_backend: str | None = None  # None: the model's
 
 
 @group
@@ -102,6 +107,27 @@ class SpeculativeConfig(Group):
     draft_load_config: dict[str, Any] | None = option(
         None, "How the draft model's weights are read, as a mapping of load options.", flat=False
     )
+    attention_backend: str | None = option(
+        None, "Attention kernel of the drafter; unset: as of the model.", LATER, flat=False, **ATTENTION_NAMES
+    )
+    enforce_eager: bool | None = option(
+        None, "Capture no CUDA graphs of a draft model; unset: as enforce_eager says for the model.", flat=False
+    )
+    parallel_drafting: bool = option(
+        False, "A draft model drafts all tokens in one pass, for which it must be trained: its configuration names the "
+        "token that stands for those to come (pard_token or ptd_token_id).", flat=False,
+    )  # fmt: skip
+    rejection_sample_method: Literal["standard", "synthetic"] = option(
+        "standard", "How drafts are judged; synthetic: a share of them is accepted whatever the model says, to measure "
+        "speed. Answers are then meaningless.", flat=False,
+    )  # fmt: skip
+    synthetic_acceptance_rates: tuple[float, ...] | None = option(
+        None, "For rejection_sample_method synthetic: how often each draft of a step is accepted, with all before it.",
+        flat=False,
+    )  # fmt: skip
+    synthetic_acceptance_length: float | None = option(
+        None, "The same as one number: tokens that a step brings on average.", flat=False
+    )
     drafter: DrafterConfig | None = None  # a result: of methods with a checkpoint of their own
 
     @property
@@ -136,7 +162,7 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
         if method != "suffix":
             raise _wrong(f"method {method!r} needs num_speculative_tokens, at least 1")
         most = _SUFFIX_TOKENS
-    changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most}
+    changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most} | _synthetic(speculative, most)
     if method == "ngram":
         changes |= _lookup(speculative)
     _check_draft_keys(speculative, method, config.parallel_config.tensor_parallel_size)
@@ -164,6 +190,9 @@ def _method(speculative: SpeculativeConfig) -> str | None:
         if model not in ("ngram", "[ngram]"):
             return None
         method = "ngram"
+    if method == "ngram_gpu":
+        log.info("speculative_config: method 'ngram_gpu' is 'ngram': n-grams are matched on the host beside the device")
+        method, model = "ngram", None if model == "ngram_gpu" else model
     if method.endswith("_mtp"):
         log.warning("speculative_config: method %r is 'mtp', which goes by the model's own configuration", method)
         method = "mtp"
@@ -186,11 +215,42 @@ def _method(speculative: SpeculativeConfig) -> str | None:
     return method
 
 
+def _synthetic(speculative: SpeculativeConfig, most: int) -> dict[str, Any]:
+    """The share of drafts to be accepted at each place, where that is to be invented."""
+    rates, length = speculative.synthetic_acceptance_rates, speculative.synthetic_acceptance_length
+    if speculative.rejection_sample_method == "standard":
+        if rates is not None or length is not None:
+            raise _wrong("synthetic_acceptance_rates and _length need rejection_sample_method='synthetic'")
+        return {}
+    if (rates is None) == (length is None):
+        raise _wrong(
+            "rejection_sample_method='synthetic' needs synthetic_acceptance_rates or synthetic_acceptance_length, one "
+            "of the two"
+        )
+    if speculative.draft_sample_method != "greedy":
+        raise _wrong("rejection_sample_method='synthetic' judges no drafts that are drawn (draft_sample_method)")
+    if length is not None:
+        if not 1 <= length <= most + 1:
+            raise _wrong(f"synthetic_acceptance_length={length} must be at least 1 and at most {most + 1}")
+        rates = tuple(min(1.0, max(0.0, length - 1 - place)) for place in range(most))
+    assert rates is not None
+    falls = all(0 <= rate <= 1 for rate in rates) and list(rates) == sorted(rates, reverse=True)
+    if len(rates) != most or not falls:
+        raise _wrong(
+            f"synthetic_acceptance_rates={list(rates)!r:.200} must be {most} numbers from 0 to 1 that do not rise, one "
+            "for each draft"
+        )
+    log.warning("speculative_config: drafts are accepted whatever the model says; answers mean nothing")
+    return {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
+
+
 def _check_draft_keys(speculative: SpeculativeConfig, method: str, num_ranks: int) -> None:
     for key in DRAFT_KEYS:
         value = getattr(speculative, key)
         if value is not None and method not in MODEL_METHODS:
             raise _wrong(f"{key}={value!r} is for draft models, and method {method!r} has none")
+    if speculative.parallel_drafting and method != "draft_model":
+        raise _wrong(f"parallel_drafting is for draft models that are trained for it, not for method {method!r}")
     if speculative.draft_sample_method != "greedy" and method not in (*MODEL_METHODS, "mtp"):
         raise _wrong(
             f"draft_sample_method={speculative.draft_sample_method!r} needs a drafter with distributions, and method "

@@ -53,6 +53,7 @@ class Mla:
     rope: int
     value: int
     q_rank: int = 0  # 0: queries are not compressed
+    latent_scale: float = 1.0  # of what keys and values are computed from
 
 
 @dataclass(frozen=True)
