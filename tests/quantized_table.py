@@ -1,6 +1,6 @@
 """The forms of quantized checkpoints that tests load, as the table of docs/features/quantization.md.
 
-    python -m tests.quantized_table    # writes it
+python -m tests.quantized_table    # writes it
 """
 
 from __future__ import annotations
