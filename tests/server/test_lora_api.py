@@ -7,14 +7,15 @@ import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from quire.base import env
+from quire.base import env, plugins
 from quire.schema.errors import ConfigError
-from quire.server import adapters
+from quire.server import adapters, resolvers
 from quire.server.adapters import LoraModule, read_modules
 from quire.server.resolvers import FilesystemResolver
 from tests.media.test_pixels_oracle import picture
@@ -184,6 +185,33 @@ def test_a_resolver_finds_what_lies_in_its_folder(served: Served) -> None:
     assert served.tokens("found") == expected and "found" in served.names()
     for name in ("../one", "/etc", "..", "gone"):
         error_of(served.server.post("/v1/completions", BODY | {"model": name}), 404)
+
+
+def test_a_resolver_of_a_plug_in(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered by whoever's entry point, under the names that vLLM documents; asked before Quire's own."""
+    adapter = write_adapter(served.model, served.folder / "theirs", seed=31)
+    asked: list[tuple[str, str]] = []
+
+    def register() -> None:
+        from vllm.lora.request import LoRARequest
+        from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+
+        class Theirs(LoRAResolver):
+            async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+                asked.append((base_model_name, lora_name))
+                return LoRARequest(lora_name, 4711, adapter.path) if lora_name == "theirs" else None
+
+        LoRAResolverRegistry.register_resolver("theirs", Theirs())
+
+    entry = SimpleNamespace(name="theirs", value="theirs:register", dist=None, load=lambda: register)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] if group == "vllm.general_plugins" else [])
+    monkeypatch.setattr(plugins, "_called", set())
+    monkeypatch.setattr(resolvers.LoRAResolverRegistry, "_resolvers", {})
+    plugins.call_plugins()
+    assert served.tokens("theirs") == served.expected(adapter) and "theirs" in served.names()
+    error_of(served.server.post("/v1/completions", BODY | {"model": "nobody's"}), 404)
+    assert [name for _, name in asked] == ["theirs", "nobody's"]  # once it is loaded, nobody is asked again
+    assert served.tokens("theirs") == served.expected(adapter) and len(asked) == 2
 
 
 def test_a_resolver_stays_in_its_folder(tmp_path: Path) -> None:
