@@ -15,7 +15,7 @@ from tests.models.test_stages import WHOLE
 from tests.tiny_models import ARCHS, write_tiny
 
 pytestmark = pytest.mark.usefixtures("warm_children")
-SMALL = OPTIONS | dict(max_model_len=48, num_gpu_blocks_override=16)
+SMALL = OPTIONS | dict(max_model_len=48, num_gpu_blocks_override=128)
 PROMPTS = ([7, 9, 30, 4, 11, 80, 21, 6, 45], [5, 6, 99])
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
 SIZES: dict[str, dict[str, int]] = {
