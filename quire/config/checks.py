@@ -92,7 +92,7 @@ def _is_installed(package: str) -> bool:
 
 
 def check_media(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
-    """NotBuiltError for options of media that this model cannot follow."""
+    """NotBuiltError for options of media that this model's family does not follow."""
     model, options = config.model_config, config.model_config.multimodal_config
     rate = None if options is None else options.video_pruning_rate
     if rate and "video" in model.facts.modalities and not prunes_video(model.hf_config):

@@ -16,10 +16,10 @@ _MOONVIT = ("patch_size", "num_attention_heads", "num_hidden_layers", "hidden_si
 
 def _kimi_vl(raw: Mapping[str, Any]) -> Equivalent:
     """MoonViT with its projector is what Kimi-K2.5 has, which takes videos besides."""
-    given = raw.get("vision_config") or {}
-    vision = {name: given[name] for name in _MOONVIT if name in given}
+    parts = raw.get("vision_config") or {}
+    vision = {name: parts[name] for name in _MOONVIT if name in parts}
     for side in ("height", "width"):
-        if (length := given.get(f"init_pos_emb_{side}")) is not None:
+        if (length := parts.get(f"init_pos_emb_{side}")) is not None:
             vision[f"pos_emb_{side}"] = length
     config = {
         "architectures": ["Kimi_K25ForConditionalGeneration"],
@@ -41,7 +41,7 @@ _EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {"KimiVLFor
 
 
 def equivalent_of(raw: Mapping[str, Any]) -> Equivalent:
-    """As given, where there is no other."""
+    """Itself, where there is no other."""
     for name in raw.get("architectures") or ():
         if name in _EQUIVALENTS:
             return _EQUIVALENTS[name](raw)

@@ -39,11 +39,11 @@ class TowerEncoder:
 
     def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
         vectors = self._tower.encode(modality, arrays)
-        if (kept := arrays.get(KEPT)) is None:
+        if (numbers := arrays.get(KEPT)) is None:
             return vectors
-        if len(kept) and (int(kept.min()) < 0 or int(kept.max()) >= len(vectors)):
-            raise ValueError(f"the item has {len(vectors)} vectors, of which {int(kept.max())} is to be kept")
-        return vectors[kept]
+        if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= len(vectors)):
+            raise ValueError(f"the item has {len(vectors)} vectors, of which {int(numbers.max())} is to be kept")
+        return vectors[numbers]
 
     def reload(self, other: TowerEncoder) -> None:
         """Take another's weights, in place."""
@@ -64,9 +64,9 @@ class TowerEncoder:
             interval = float(self._per_second) * float(seconds[0])
         height, width = height // self._merge, width // self._merge
         runs = list(runs_of_vectors(item))
-        kept = _array(item.arrays[KEPT]) if KEPT in item.arrays else None
+        numbers = _array(item.arrays[KEPT]) if KEPT in item.arrays else None
         if len(runs) == 1:
-            return [VisionGrid(runs[0][0], (frames, height, width), interval, kept)]
+            return [VisionGrid(runs[0][0], (frames, height, width), interval, numbers)]
         if any(last - first != height * width for first, last in runs):
             raise ValueError(f"frames of {height} x {width} vectors stand at {runs[:4]}")
         return [VisionGrid(first, (1, height, width)) for first, _ in runs]  # frames with text between them

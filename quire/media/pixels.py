@@ -293,16 +293,16 @@ def least_changed(frames: Array, side: int, depth: int, rate: float) -> Array:
 
     num, channels, height, width = frames.shape
     rows, columns, each = height // side, width // side, (height // side) * (width // side)
-    changed = np.full((-(-num // depth), rows, columns), np.inf)
-    for group in range(1, len(changed)):
-        changed[group] = 0
+    changes = np.full((-(-num // depth), rows, columns), np.inf)
+    for group in range(1, len(changes)):
+        changes[group] = 0
         for frame in range(group * depth, (group + 1) * depth):
             ours, before = (frames[min(at, num - 1)].astype(np.int16) for at in (frame, frame - depth))
             squares = np.abs(ours - before).reshape(channels, rows, side, columns, side)
-            changed[group] += squares.sum((0, 2, 4), dtype=np.int64)
-    total = changed.size
+            changes[group] += squares.sum((0, 2, 4), dtype=np.int64)
+    total = changes.size
     most = max(each, int(total * (1 - rate)))
-    order = np.argsort(-changed.reshape(-1), kind="stable")
+    order = np.argsort(-changes.reshape(-1), kind="stable")
     return np.sort(order[:most]).astype(np.int64)
 
 

@@ -59,12 +59,12 @@ class SharedCache:
 
     def get(self, key: str) -> ProcessedItem | None:
         with self._held(fcntl.LOCK_SH):
-            found = self._find(bytes.fromhex(key))
-            if found is None:
+            number = self._find(bytes.fromhex(key))
+            if number is None:
                 self.misses += 1
                 return None
             self.hits += 1
-            begin, size = self._placed(found)
+            begin, size = self._place_of(number)
             start = _TABLE + begin % self.max_bytes
             data = self._memory[start : start + size]
         entry = msgspec.msgpack.decode(data, type=_Entry)
@@ -85,7 +85,7 @@ class SharedCache:
             if begin % self.max_bytes + len(data) > self.max_bytes:  # an item lies in one piece
                 begin += -begin % self.max_bytes
             while first < last and (
-                last - first == _SLOTS or begin + len(data) - self._placed(first)[0] > self.max_bytes
+                last - first == _SLOTS or begin + len(data) - self._place_of(first)[0] > self.max_bytes
             ):
                 first += 1
             self._set_head(first, last, begin)  # what is overwritten now is forgotten first
@@ -130,7 +130,7 @@ class SharedCache:
             at += 1
         return None
 
-    def _placed(self, number: int) -> tuple[int, int]:
+    def _place_of(self, number: int) -> tuple[int, int]:
         row = _HEAD + number % _SLOTS * _ROW + _KEY
         begin, size = (int.from_bytes(self._memory[at : at + 8], "little") for at in (row, row + 8))
         return begin, size

@@ -81,8 +81,9 @@ class Qwen2VL(FamilyByModality):
             "second_per_grid_ts": np.array([depth / fps], np.float32),
         }
         if self.prunes_video and self.video_pruning_rate:
-            kept = pixels.least_changed(bytes_, settings.whole("patch_size") * merge, depth, self.video_pruning_rate)
-            return ProcessedItem(arrays | {KEPT: kept}, self.placeholders["video"] * len(kept), len(kept))
+            side = settings.whole("patch_size") * merge
+            numbers = pixels.least_changed(bytes_, side, depth, self.video_pruning_rate)
+            return ProcessedItem(arrays | {KEPT: numbers}, self.placeholders["video"] * len(numbers), len(numbers))
         return ProcessedItem(arrays, self._video_text(video, grid[0], each, depth), grid[0] * each)
 
     def _used_fps(self, video: Video) -> float:
