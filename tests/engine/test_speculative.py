@@ -162,10 +162,10 @@ def test_acceptance_may_be_invented(tiny: Engine, depth: int) -> None:
     further = []
     for request in asked:
         said = run.found[request.request_id][0]
-        assert len(said) == 25 and said[1::3] == said[2::3] == [9] * 8
+        assert len(said) == 25 and said[1:21:3] == said[2:21:3] == [9] * 7  # then there is room for fewer drafts
         further += [
             ask(f"{request.request_id}-{i}", [*request.prompt_token_ids, *said[:i]], 1, temperature=0.0)
-            for i in range(0, 25, 3)
+            for i in range(0, 21, 3)
         ]
     plain = answers(tiny, further, None).found
     for one in further:
