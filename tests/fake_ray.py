@@ -29,7 +29,7 @@ class FakeRay:
         ray.is_initialized, ray.init, ray.shutdown = lambda: self.is_up, self._init, self._shut_down
         ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "node-0", gcs_address=f"{ADDRESS}:6379")
         ray.available_resources = lambda: {"CPU": float(self.rooms)}
-        ray.remote, ray.get, ray.kill = self._remote, self._get, self.killed.append
+        ray.remote, ray.get, ray.kill = self._remote, self._get, self._kill
         ray.__spec__ = SimpleNamespace(name="ray")
         ray.util = ModuleType("ray.util")
         ray.util.get_node_ip_address = lambda: ADDRESS
@@ -43,6 +43,10 @@ class FakeRay:
 
     def _init(self, **options: Any) -> None:
         self.is_up = True
+
+    def _kill(self, actor: Any) -> None:
+        self.is_up = True  # Ray is started for it, if it is not there
+        self.killed.append(actor)
 
     def _shut_down(self) -> None:
         self.is_up = False

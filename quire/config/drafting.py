@@ -152,7 +152,8 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     if speculative is None:
         return config
     method, most = _method(speculative), speculative.num_speculative_tokens
-    _check_model(config, method, drawn=speculative.draft_sample_method != "greedy")
+    is_drawn, in_one_pass = speculative.draft_sample_method != "greedy", speculative.parallel_drafting
+    _check_model(config, method, drawn=is_drawn, in_one_pass=in_one_pass)
     if method in (None, *HEAD_METHODS, "mtp"):
         from quire.config.described import describe  # lazy
 
@@ -165,6 +166,8 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most} | _synthetic(speculative, most)
     if method == "ngram":
         changes |= _lookup(speculative)
+    if speculative.parallel_drafting:  # what a pass costs is known for drafts that take one pass each
+        changes["adaptive"] = False
     _check_draft_keys(speculative, method, config.parallel_config.tensor_parallel_size)
     speculative = replace(speculative, **changes)
     log.info("Speculative decoding: %s, up to %d tokens per step", method, most)
@@ -272,7 +275,7 @@ def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:
     return {"prompt_lookup_min": low, "prompt_lookup_max": high}
 
 
-def _check_model(config: "EngineConfig", method: str | None, *, drawn: bool) -> None:
+def _check_model(config: "EngineConfig", method: str | None, *, drawn: bool, in_one_pass: bool) -> None:
     """NotBuiltError: this model, or an option, and drafts exclude each other."""
     model, parallel, on_gpu = config.model_config, config.parallel_config, config.device_config.device != "cpu"
     reasons = {
@@ -280,6 +283,7 @@ def _check_model(config: "EngineConfig", method: str | None, *, drawn: bool) -> 
         "drafts with several ranks are built for CPU only": on_gpu and parallel.world_size > 1,
         "recurrent states after drafts are kept on CPU only": on_gpu and model.facts.has_states,
         "drafts are drawn on CPU only": on_gpu and drawn,
+        "all tokens are drafted in one pass (parallel_drafting) on CPU only": on_gpu and in_one_pass,
         "custom logits processors see one token of a row at a time": bool(model.logits_processors),
         "a class of yours may draft otherwise on each rank": method == "custom_class" and parallel.world_size > 1,
         "drafts are not built for ranks that a launcher starts": parallel.world_size > 1

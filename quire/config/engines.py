@@ -118,7 +118,16 @@ def _engines_of_a_node(config: EngineConfig, rank: int | None, local: int | None
             )
     config = replace(config, **{"parallel_config.nnodes": 1, "parallel_config.node_rank": 0})
     if rank is not None or parallel.data_parallel_external_lb:
-        return _one_engine(config, first if rank is None else rank, number)
+        of_node = range(first, first + number)
+        if rank is None and number > 1:
+            raise ConfigError(f"data_parallel_external_lb needs {_RANK}: node_rank={node} has {number}", param=_RANK)
+        if rank not in (None, *of_node):
+            raise ConfigError(
+                f"{_RANK}={rank}, but node_rank={node} of nnodes={parallel.nnodes} has {first} to {of_node[-1]}",
+                param=_RANK,
+                value=rank,
+            )
+        return _one_engine(config, first if rank is None else rank, None)
     if parallel.data_parallel_hybrid_lb and not parallel.is_headless:
         return _some_engines(replace(config, **{f"parallel_config.{_START}": first}), number)
     if parallel.is_headless != (node > 0):

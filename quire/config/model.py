@@ -144,7 +144,7 @@ class MultiModalConfig(Group):
         None, "Settings that override those of the model's media processor; a request's own come before them."
     )
     mm_processor_cache_gb: float = option(
-        4.0, "GiB of processed media kept, per process or, in shared memory, by all; 0 keeps none.", low=0
+        4.0, "GiB of processed media kept, per process or, in shared memory, by all; 0 keeps none.", low=0, high=1 << 20
     )
     mm_processor_cache_type: Literal["lru", "shm"] = option(
         "lru", "Where they are kept: in each process, or in memory that all API processes share, the oldest leaving."

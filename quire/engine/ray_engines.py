@@ -22,7 +22,7 @@ from quire.config.engine import replace
 from quire.engine.machines import Machines, Meeting, RemoteEngine, run_engines
 from quire.engine.process_client import for_children
 from quire.executor.ray_cluster import NodePlace, RayActor, RayCluster, share_of, words_of
-from quire.schema.errors import QuireError
+from quire.schema.errors import EngineDeadError, QuireError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -60,7 +60,12 @@ class RayEngine(RayActor):
 
 def start_on_ray(config: EngineConfig) -> Sequence[RemoteEngine]:
     """Their clients, in the order of their ranks."""
-    engines = RayEngines(RayCluster("data_parallel_backend='ray'"), config)
+    try:
+        engines = RayEngines(RayCluster("data_parallel_backend='ray'"), config)
+    except QuireError:
+        raise
+    except Exception as wrong:  # whatever Ray calls it
+        raise EngineDeadError(f"data_parallel_backend='ray': {type(wrong).__name__}: {words_of(wrong)}") from wrong
     try:
         machines = Machines(config, Meeting(engines.address, 0, engines.key), engines.close)
     except BaseException:
@@ -127,7 +132,9 @@ class RayEngines:
         machines.end(rank, f"{where}: {reason}")
 
     def close(self) -> None:
-        for actor in self._actors:
+        """Called by every client: a second time nothing is killed, since Ray would be started for that."""
+        actors, self._actors = self._actors, []
+        for actor in actors:
             self._cluster.kill(actor)
         for watch in self._watches:
             watch.join(_WAIT_S)

@@ -66,7 +66,8 @@ class RayCluster:
     def make(self, actor: type, needs: Mapping[str, float], size: int, *, what: str, near: int = 0) -> list[Any]:
         """So many of them, each with what one `needs` of "CPU" or "GPU"; nothing: each anywhere. `near`: how many have
         to be on this program's node. `what` they are called."""
-        options = {f"num_{name.lower()}s": amount for name, amount in needs.items()} or {"num_cpus": 0}
+        # "num_cpus" is 1 unless it is given, which a bundle of GPUs alone has no room for
+        options = {"num_cpus": 0} | {f"num_{name.lower()}s": amount for name, amount in needs.items()}
         remote = self.ray.remote(actor)
         if not needs:
             here = {f"node:{self.here.address}": _NODE}

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.checkpoint.limits import Range, check_numbers
+from quire.schema.errors import CheckpointError
+
+_MOST_PLACES = 4096  # in a row or column of an image
 Equivalent = tuple[dict[str, Any], dict[str, str]]
 _MOONVIT = ("patch_size", "num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size",
             "merge_kernel_size")  # fmt: skip
@@ -17,6 +21,9 @@ _MOONVIT = ("patch_size", "num_attention_heads", "num_hidden_layers", "hidden_si
 def _kimi_vl(raw: Mapping[str, Any]) -> Equivalent:
     """MoonViT with its projector is what Kimi-K2.5 has, which takes videos besides."""
     parts = raw.get("vision_config") or {}
+    if not isinstance(parts, Mapping):
+        raise CheckpointError(f"vision_config must be a mapping, not {parts!r:.60}", param="vision_config")
+    check_numbers(parts, {f"init_pos_emb_{side}": Range(1, _MOST_PLACES) for side in ("height", "width")})
     vision = {name: parts[name] for name in _MOONVIT if name in parts}
     for side in ("height", "width"):
         if (length := parts.get(f"init_pos_emb_{side}")) is not None:

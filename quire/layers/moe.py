@@ -253,10 +253,13 @@ class Moe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.choose(x)
         kept: Tensor | None = None
-        if self.kind.identities:  # an expert is run in their place, and weighs nothing
+        if (
+            self.kind.identities
+        ):  # an expert that the token has chosen, if any, is run in their place, and weighs nothing
             is_expert = index < self.kind.experts
             kept = x * weights.masked_fill(is_expert, 0).sum(-1, keepdim=True).to(x.dtype)
-            weights, index = weights.masked_fill(~is_expert, 0), index.masked_fill(~is_expert, 0)
+            own = index.amin(-1, keepdim=True).clamp_max(self.kind.experts - 1)
+            weights, index = weights.masked_fill(~is_expert, 0), torch.where(is_expert, index, own)
         h = x if self.narrow is None else self.narrow(x)
         if self.kind.weigh_input:  # every pair of token and expert becomes a token of its own
             h = (h[:, None] * weights[..., None].to(h.dtype)).flatten(0, 1)

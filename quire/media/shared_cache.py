@@ -54,7 +54,14 @@ class SharedCache:
         self.hits = self.misses = 0
         self._most = min(most_bytes, self.max_bytes)
         self._descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, _TABLE + self.max_bytes)
+        try:
+            self._memory = mmap.mmap(descriptor, _TABLE + self.max_bytes)
+        except (OSError, OverflowError, ValueError) as wrong:
+            os.close(descriptor)
+            raise ConfigError(
+                f"mm_processor_cache_gb: {self.max_bytes} bytes of shared memory cannot be mapped: {wrong}",
+                param="mm_processor_cache_gb",
+            ) from None
         self._lock = threading.Lock()  # locks of files are those of processes, not of their threads
 
     def get(self, key: str) -> ProcessedItem | None:

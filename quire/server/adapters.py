@@ -83,6 +83,8 @@ class ServerAdapters:
                     f"{num_adapters} adapters are loaded and a server has {MOST_ADAPTERS} at most: unload one first",
                     param="lora_name",
                 )
+            if known is not None and load_inplace:
+                self._check_changeable(name)
             if known is not None and (known.adapter is None or not load_inplace):
                 kind = "a base model" if known.adapter is None else "an adapter; load_inplace replaces it"
                 raise InputError(
@@ -117,9 +119,20 @@ class ServerAdapters:
             known = dict(self._served.entries()).get(name)
             if known is None or known.adapter is None:
                 raise ModelNotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name", value=name)
+            self._check_changeable(name)
             self._served.remove(name)
             await known.engine.remove_lora(known.adapter_id)
             log.info("LoRA adapter %r was unloaded", name)
+
+    def _check_changeable(self, name: str) -> None:
+        """Requests get adapters of default_mm_loras by their folder, whatever is loaded under the name."""
+        lora = self._served.base.config.lora_config
+        if lora is not None and name in (lora.default_mm_loras or {}):
+            raise InputError(
+                f"The lora adapter '{name}' is one of default_mm_loras: it cannot be replaced or unloaded",
+                param="lora_name",
+                value=name,
+            )
 
     async def find(self, name: str | None) -> ServedModel:
         """What the table says; an unknown name may be an adapter that a resolver finds."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.executor.ray_cluster import NodePlace, share_of
+from quire.executor.ray_cluster import NodePlace, RayActor, RayCluster, share_of
 from quire.schema.errors import EngineDeadError
 from tests.fake_engine import use_fake, write_model
 from tests.fake_ray import FakeRay
@@ -38,7 +38,7 @@ def test_engines_answer_and_everything_is_given_back(ray: FakeRay, tmp_path: Pat
         outputs = llm.generate(texts, SamplingParams(max_tokens=6), use_tqdm=False)
         assert [one.outputs[0].text for one in outputs] == [(text * 6)[:6] for text in texts]
         assert ray.is_up and not ray.killed
-    assert not ray.is_up and ray.removed == 1 and len({id(actor) for actor in ray.killed}) == 3
+    assert not ray.is_up and ray.removed == 1 and len(ray.killed) == 3
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -58,6 +58,23 @@ def test_an_actor_that_cannot_run(ray: FakeRay, tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match=said):
         start(tmp_path, data_parallel_size=2)
     assert not ray.is_up and ray.removed == 1
+
+
+def test_an_actor_has_a_gpu_and_no_processor(ray: FakeRay) -> None:
+    """Ray would ask for a processor of its own accord, and a bundle of GPUs has none."""
+    RayCluster("x").make(RayActor, {"GPU": 2.0}, 1, what="engines")
+    assert ray.bundles == [{"GPU": 2.0}]
+    assert (ray.options[0]["num_cpus"], ray.options[0]["num_gpus"]) == (0, 2.0)
+
+
+def test_what_ray_says_of_a_start_that_fails(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: RayCluster, actors: Any) -> Any:
+        raise TimeoutError("the nodes\n are not there")
+
+    monkeypatch.setattr(RayCluster, "places", fail)
+    with pytest.raises(EngineDeadError, match="data_parallel_backend='ray': TimeoutError: the nodes are not there"):
+        start(tmp_path, data_parallel_size=2)
+    assert not ray.is_up
 
 
 def test_what_an_engine_has_of_its_node() -> None:

@@ -8,15 +8,16 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from quire.base import env, plugins
-from quire.schema.errors import ConfigError
+from quire.schema.errors import ConfigError, InputError
 from quire.server import adapters, resolvers
 from quire.server.adapters import LoraModule, read_modules
+from quire.server.host import ENGINE_DIED, Host
 from quire.server.resolvers import FilesystemResolver
 from tests.media.test_pixels_oracle import picture
 from tests.media.tiny_llava import TinyLlava
@@ -285,3 +286,27 @@ def test_media_bring_their_adapter(tmp_path: Path) -> None:
             assert response.json()["choices"][0]["token_ids"] == expected[kind, own], (model, kind)
         names = [card["id"] for card in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]]
         assert names == ["base", "image"]
+        for changing in (
+            server.state.adapters.unload("image"),
+            server.state.adapters.load("image", str(tmp_path), load_inplace=True),
+        ):
+            with pytest.raises(
+                InputError, match="'image' is one of default_mm_loras: it cannot be replaced or unloaded"
+            ):
+                asyncio.run_coroutine_threadsafe(changing, server.loop).result(60)
+
+
+@pytest.mark.parametrize("which", ["load_modules", "load_media_adapters"])
+def test_a_server_ends_if_an_adapter_of_its_options_cannot_be_loaded(which: str) -> None:
+    async def load(*given: object) -> None:
+        return None
+
+    async def fail(*given: object) -> None:
+        raise ConfigError(f"{which}: no such folder")
+
+    made = SimpleNamespace(**{"load_modules": load, "load_media_adapters": load, which: fail})
+    host = Host.__new__(Host)
+    host.state = cast(Any, SimpleNamespace(adapters=made, options=SimpleNamespace(lora_modules=())))
+    host.status = 0
+    assert not asyncio.run(host._load_adapters())
+    assert host.status == ENGINE_DIED

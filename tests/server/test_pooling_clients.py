@@ -145,6 +145,7 @@ def test_cohere_client(embedder: Live, ranker: Live) -> None:
 def test_litellm(provider: str, ranker: Live, embedder: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jina's and Cohere's bodies as litellm writes them, and its reading of the answers."""
     monkeypatch.setattr(sys, "path", sys.path[:])  # litellm adds folders when it is imported
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it fetches one
     litellm = pytest.importorskip("litellm")
     scores = scores_of(ranker)
     base = {"jina_ai": "/v1/rerank", "cohere": "/v2/rerank", "hosted_vllm": ""}[provider]

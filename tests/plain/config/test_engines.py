@@ -104,6 +104,7 @@ def test_engines_of_several_machines(
         (1, True, {"data_parallel_start_rank": 2}, [2, 3], [2, 3]),
         (1, False, {"data_parallel_hybrid_lb": True}, [2, 3], [2, 3]),
         (1, False, {"data_parallel_size": 2, "data_parallel_external_lb": True}, [1], [1]),
+        (1, False, {"data_parallel_rank": 3}, [3], [3]),
     ],
 )
 def test_nodes_with_whole_engines(
@@ -124,7 +125,13 @@ def test_nodes_with_whole_engines(
         ({}, True, "node_rank is 0: the first of nnodes=2 machines has the server"),
         ({"data_parallel_size_local": 1}, False, "data_parallel_size_local=1, but nnodes=2 and node_rank=0 mean 2"),
         ({"node_rank": 1, "data_parallel_start_rank": 1}, True, "node_rank=1 mean 2: leave it out"),
-        ({"data_parallel_external_lb": True}, False, "a server with external load balancing has one engine"),
+        ({"data_parallel_external_lb": True}, False, "data_parallel_external_lb needs data_parallel_rank"),
+        ({"data_parallel_rank": 2}, False, "data_parallel_rank=2, but node_rank=0 of nnodes=2 has 0 to 1"),
+        (
+            {"node_rank": 1, "data_parallel_rank": 0},
+            False,
+            "data_parallel_rank=0, but node_rank=1 of nnodes=2 has 2 to 3",
+        ),
     ],
 )
 def test_nodes_with_whole_engines_that_do_not_fit(
