@@ -252,12 +252,10 @@ class Moe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.choose(x)
-        kept: Tensor | None = None
-        if (
-            self.kind.identities
-        ):  # an expert that the token has chosen, if any, is run in their place, and weighs nothing
+        unchanged: Tensor | None = None
+        if self.kind.identities:  # one of the token's experts is run in their place, and weighs nothing
             is_expert = index < self.kind.experts
-            kept = x * weights.masked_fill(is_expert, 0).sum(-1, keepdim=True).to(x.dtype)
+            unchanged = x * weights.masked_fill(is_expert, 0).sum(-1, keepdim=True).to(x.dtype)
             own = index.amin(-1, keepdim=True).clamp_max(self.kind.experts - 1)
             weights, index = weights.masked_fill(~is_expert, 0), torch.where(is_expert, index, own)
         h = x if self.narrow is None else self.narrow(x)
@@ -269,8 +267,8 @@ class Moe(nn.Module):
             out = self._sum(out.unflatten(0, (x.shape[0], -1)))
         if self.widen is not None:
             out = self.widen(out)
-        if kept is not None:
-            out = out + kept
+        if unchanged is not None:
+            out = out + unchanged
         if self.shared is None:
             return out
         shared = self.shared(x)
