@@ -228,7 +228,7 @@ def disturb(run: Run, plain: Found, requests: list[EngineRequest], seed: int) ->
         if not waiting and run.loop.is_drained():
             break
     run.runner.forward(StepPlan(step=0, grants=(), left=tuple(run.scheduler.planner.left)))
-    # how many turns there are depends on what drafts were found to cost
+    # enough of both; how many there are goes by the number of turns
     assert len(run.found) == len(requests) and preempted > 4 and 2 < len(aborted) < len(requests) - 4
     for name, (tokens, _, reason) in run.found.items():
         expected, _, plain_reason = plain[name]
