@@ -17,8 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from quire.base import env
+from quire.checkpoint.quantization import read_quantization
 from quire.config import EngineArgs
 from quire.layers.stored import packed_matrices
+from quire.loader.formats.parts import Parts
+from quire.loader.formats.schemes import input_coding
 from quire.loader.load import load_model
 from quire.ops.cpu.native import kernels
 from quire.ops.packed import Packed, unpack
@@ -531,6 +534,26 @@ def test_compressed_tensors_with_schemes_by_module(tmp_path, order):
         assert {part.kind for part in stored.layers[1].mlp.down.stored.packed.parts} == {"Q4Z"}
         assert {part.kind for part in stored.layers[1].mlp.up.stored.packed.parts} == {"Q8Z"}
         assert largest_error(decoded, stored)[0] == 0
+
+
+def test_compressed_tensors_of_one_type_with_and_without_rounded_inputs():
+    """8-bit floats everywhere; the names of modules say whose inputs are rounded."""
+    config = FORMS["ct-w8a8-fp8"][0].config
+    group = config["config_groups"]["group_0"]
+    groups = {
+        "group_0": {**group, "targets": ["re:.*(attn|gate|up).*"]},
+        "group_1": {**group, "targets": ["re:.*down_proj"], "input_activations": None},
+    }
+    about = read_quantization({"quantization_config": {**config, "config_groups": groups}})
+    for targets, words in (("x", "targets 'x' must be a list"), (["re:("], "is not a usable pattern")):
+        wrong = {**config, "config_groups": {"group_0": {**group, "targets": targets}}}
+        with pytest.raises(QuireError, match=words):
+            read_quantization({"quantization_config": wrong})
+    found = {
+        name: input_coding(Parts(f"model.layers.0.mlp.{name}", {}, {}), about, "fp8").form
+        for name in ("up_proj", "down_proj")
+    }
+    assert found == {"up_proj": "fp8", "down_proj": "none"}
 
 
 LARGE = {"hidden_size": 256, "intermediate_size": 192, "num_hidden_layers": 1}
