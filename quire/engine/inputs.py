@@ -98,7 +98,7 @@ class InputProcessor:
         self._by_priority = config.scheduler_config.policy == "priority"
         lora = config.lora_config
         self._has_adapters = lora is not None
-        self._media_adapters = media_adapters(None if lora is None else lora.default_mm_loras)
+        self._media_adapters = {} if lora is None else media_adapters(lora.default_mm_loras)
         self._is_pooling = config.model_config.is_pooling
         self._is_encoder_decoder = config.model_config.is_encoder_decoder
         self._has_prefix_cache = bool(config.cache_config.enable_prefix_caching)

@@ -102,7 +102,7 @@ class LLM:
         options: Options,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        adapters = pair_adapters(lora_request, len(prompts))
+        adapters = [None] * len(prompts) if lora_request is None else pair_adapters(lora_request, len(prompts))
         params = pair(
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
             len(prompts),
