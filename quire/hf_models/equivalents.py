@@ -18,11 +18,16 @@ _MOONVIT = ("patch_size", "num_attention_heads", "num_hidden_layers", "hidden_si
             "merge_kernel_size")  # fmt: skip
 
 
+def _mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = raw.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{name} must be a mapping, not {value!r:.60}", param=name)
+    return value
+
+
 def _kimi_vl(raw: Mapping[str, Any]) -> Equivalent:
     """MoonViT with its projector is what Kimi-K2.5 has, which takes videos besides."""
-    parts = raw.get("vision_config") or {}
-    if not isinstance(parts, Mapping):
-        raise CheckpointError(f"vision_config must be a mapping, not {parts!r:.60}", param="vision_config")
+    parts, text = (_mapping(raw, name) for name in ("vision_config", "text_config"))
     check_numbers(parts, {f"init_pos_emb_{side}": Range(1, _MOST_PLACES) for side in ("height", "width")})
     vision = {name: parts[name] for name in _MOONVIT if name in parts}
     for side in ("height", "width"):
@@ -31,7 +36,7 @@ def _kimi_vl(raw: Mapping[str, Any]) -> Equivalent:
     config = {
         "architectures": ["Kimi_K25ForConditionalGeneration"],
         "model_type": "kimi_k25",
-        "text_config": {"model_type": "deepseek_v3", **(raw.get("text_config") or {})},
+        "text_config": {"model_type": "deepseek_v3", **text},
         "vision_config": vision,
         "projection_hidden_size": vision.get("hidden_size", 1152),
         "tie_word_embeddings": False,

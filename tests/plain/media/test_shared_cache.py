@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import subprocess
 import sys
@@ -158,3 +159,17 @@ def test_options() -> None:
     with pytest.raises(ConfigError, match="for mm_processor_cache_type='shm' only"):
         MultiModalConfig(mm_shm_cache_max_object_size_mb=2)
     assert MultiModalConfig(mm_processor_cache_type="shm", mm_shm_cache_max_object_size_mb=2)
+
+
+def test_memory_that_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(mmap, "mmap", fail)
+    descriptor = shared_memory(1000)
+    with pytest.raises(
+        ConfigError, match="mm_processor_cache_gb: 1000 bytes of shared memory cannot be mapped: no room"
+    ):
+        SharedCache(descriptor, 100)
+    with pytest.raises(OSError, match="Bad file descriptor"):  # it is closed
+        os.fstat(descriptor)
