@@ -38,13 +38,20 @@ def shared_memory(max_bytes: int) -> int:
     """A descriptor of so much memory, and room for the table. Nothing is used before it is written."""
     try:
         descriptor = os.memfd_create("quire-media", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _TABLE + max_bytes)
     except (AttributeError, OSError) as wrong:
-        raise ConfigError(
-            f"mm_processor_cache_type='shm' needs memory that processes can share: {wrong}",
-            param="mm_processor_cache_type",
-        ) from None
+        raise _unshared(wrong) from None
+    try:
+        os.ftruncate(descriptor, _TABLE + max_bytes)
+    except OSError as wrong:
+        os.close(descriptor)
+        raise _unshared(wrong) from None
     return descriptor
+
+
+def _unshared(wrong: Exception) -> ConfigError:
+    return ConfigError(
+        f"mm_processor_cache_type='shm' needs memory that processes can share: {wrong}", param="mm_processor_cache_type"
+    )
 
 
 class SharedCache:

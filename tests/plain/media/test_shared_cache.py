@@ -173,3 +173,10 @@ def test_memory_that_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
         SharedCache(descriptor, 100)
     with pytest.raises(OSError, match="Bad file descriptor"):  # it is closed
         os.fstat(descriptor)
+
+
+def test_memory_that_the_system_refuses_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError, match="needs memory that processes can share"):
+        shared_memory(-(1 << 40))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
