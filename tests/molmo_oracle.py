@@ -101,7 +101,7 @@ class Molmo(nn.Module):
         self.config, self.patch_id = config, patch_id
         self.tensors = nn.ParameterDict()
         for name, shape in shapes_of(config).items():
-            is_norm = len(shape) == 1 and "norm" in name or "ln_" in name
+            is_norm = (len(shape) == 1 and "norm" in name) or "ln_" in name
             start = torch.ones(shape) if is_norm and name.endswith("weight") else torch.zeros(shape)
             self.tensors[name.replace(".", "/")] = nn.Parameter(start)
 
@@ -128,16 +128,14 @@ class Molmo(nn.Module):
     def layer_norm(self, name: str, x: Tensor) -> Tensor:
         eps = self.config["vision_backbone"]["image_norm_eps"]
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * self.of(
-            f"{name}.weight"
-        ) + self.of(f"{name}.bias")
+        return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * self.of(f"{name}.weight") + self.of(
+            f"{name}.bias"
+        )
 
     def attend(self, name: str, queries: Tensor, states: Tensor) -> Tensor:
         """[q, dim], [k, dim]"""
         size = self.config["vision_backbone"]["image_head_dim"]
-        q, k, v = (
-            self.linear(f"{name}.{part}", x) for part, x in (("wq", queries), ("wk", states), ("wv", states))
-        )
+        q, k, v = (self.linear(f"{name}.{part}", x) for part, x in (("wq", queries), ("wk", states), ("wv", states)))
         heads = []
         for first in range(0, q.shape[-1], size):
             here = slice(first, first + size)
@@ -277,15 +275,19 @@ class Molmo(nn.Module):
 
 # ---- images ---------------------------------------------------------------------------------------------------------
 
+PRECISION = [torch.float64]  # of resizing
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def framed(image: Image.Image, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """[height, width, 3] with the image in the middle, and where it is."""
-    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
+    """[height, width, 3] with the image in the middle, and where it is. Resized in float64: in float32, as the released
+    processor does, torch's places of pixels are off by up to a thousandth."""
+    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).to(PRECISION[0]) / 255
     scale = min(np.float32(height) / np.float32(image.height), np.float32(width) / np.float32(image.width))
     tall, wide = int(np.float32(image.height) * scale), int(np.float32(image.width) * scale)
-    small = functional.interpolate(pixels[None], size=(tall, wide), mode="bilinear", antialias=True)[0].clamp(0, 1)
+    small = (
+        functional.interpolate(pixels[None], size=(tall, wide), mode="bilinear", antialias=True)[0].clamp(0, 1).float()
+    )
     out, where = torch.zeros(3, height, width), torch.zeros(height, width)
     top, left = (height - tall) // 2, (width - wide) // 2
     out[:, top : top + tall, left : left + wide] = small
@@ -301,7 +303,9 @@ def best_tiling(height: int, width: int, window: int, most: int) -> tuple[int, i
             if count % rows:
                 continue
             columns = count // rows
-            scale = min(np.float32(rows * window) / np.float32(height), np.float32(columns * window) / np.float32(width))
+            scale = min(
+                np.float32(rows * window) / np.float32(height), np.float32(columns * window) / np.float32(width)
+            )
             rank = (scale >= 1, -scale if scale >= 1 else scale)
             if best is None or rank > best[0]:
                 best = rank, (rows, columns)

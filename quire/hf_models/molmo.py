@@ -55,10 +55,10 @@ class MolmoTowersConfig(PreTrainedConfig):
         additional_vocab_size: int = 128,
         **more: Any,
     ) -> None:
-        given = {} if vision_backbone is None else vision_backbone
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"vision_backbone must be a mapping, not {given!r:.60}", param="vision_backbone")
-        self.vision = {**VISION, **{name: value for name, value in given.items() if value is not None}}
+        source = {} if vision_backbone is None else vision_backbone
+        if not isinstance(source, Mapping):
+            raise ConfigError(f"vision_backbone must be a mapping, not {source!r:.60}", param="vision_backbone")
+        self.vision = {**VISION, **{name: value for name, value in source.items() if value is not None}}
         _check_vision({**more, **self.vision})
         self.read_layers = _layers([-2, -9] if vit_layers is None else vit_layers, self.vision["image_num_layers"])
         _whole("additional_vocab_size", additional_vocab_size, Range(1, 1 << 20))
@@ -88,22 +88,24 @@ class MolmoTowersConfig(PreTrainedConfig):
         return int(self.vision["image_default_input_size"][0]) // int(self.vision["image_patch_size"])
 
 
-def _check_vision(given: Mapping[str, Any]) -> None:
+def _check_vision(source: Mapping[str, Any]) -> None:
     for name, allowed in _RANGES.items():
-        _whole(name, given[name], allowed)
-    eps = given["image_norm_eps"]
+        _whole(name, source[name], allowed)
+    eps = source["image_norm_eps"]
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps <= 1:
         raise ConfigError(f"image_norm_eps must be a number from 0 to 1, got {eps!r:.60}", param="image_norm_eps")
     for name, built in _FIXED.items():
-        if given.get(name, built) != built:
-            raise ConfigError(f"{name} = {given[name]!r:.60} is not built for this encoder, only {built!r}", param=name)
-    sides, patch = given["image_default_input_size"], given["image_patch_size"]
+        if source.get(name, built) != built:
+            raise ConfigError(
+                f"{name} = {source[name]!r:.60} is not built for this encoder, only {built!r}", param=name
+            )
+    sides, patch = source["image_default_input_size"], source["image_patch_size"]
     if not isinstance(sides, list | tuple) or len(sides) != 2 or sides[0] != sides[1]:
         raise ConfigError(f"image_default_input_size must be two equal numbers, got {sides!r:.60}")
     _whole("image_default_input_size", sides[0], _SIDE)
     if sides[0] % (_POOL * patch):
         raise ConfigError(f"image_default_input_size = {sides[0]} has no even number of patches of {patch} pixels")
-    places = given["image_num_pos"] - 1
+    places = source["image_num_pos"] - 1
     if round(places**0.5) ** 2 != places:
         raise ConfigError(f"image_num_pos = {places + 1} is not one more than a square", param="image_num_pos")
 
@@ -113,18 +115,18 @@ def _whole(name: str, value: Any, allowed: Range) -> None:
         raise ConfigError(f"{name} = {value!r:.60}; expected {allowed}", param=name)
 
 
-def _layers(given: Any, num: int) -> list[int]:
+def _layers(source: Any, num: int) -> list[int]:
     """Counted from the first."""
-    known = isinstance(given, list | tuple) and 0 < len(given) <= _MOST_READ
-    if not known or any(isinstance(one, bool) or not isinstance(one, int) or not -num <= one < num for one in given):
+    known = isinstance(source, list | tuple) and 0 < len(source) <= _MOST_READ
+    if not known or any(isinstance(one, bool) or not isinstance(one, int) or not -num <= one < num for one in source):
         raise ConfigError(
-            f"vit_layers must be up to {_MOST_READ} numbers of the encoder's {num} layers, got {given!r:.100}",
+            f"vit_layers must be up to {_MOST_READ} numbers of the encoder's {num} layers, got {source!r:.100}",
             param="vit_layers",
         )
-    return [one % num for one in given]
+    return [one % num for one in source]
 
 
-class Attention(nn.Module):
+class PatchAttention(nn.Module):
     def __init__(self, width: int, out: int, heads: int, head_dim: int) -> None:
         super().__init__()
         self.heads = heads
@@ -156,7 +158,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, size: Mapping[str, Any]) -> None:
         super().__init__()
         width, eps = size["image_emb_dim"], size["image_norm_eps"]
-        self.attention = Attention(width, width, size["image_num_heads"], size["image_head_dim"])
+        self.attention = PatchAttention(width, width, size["image_num_heads"], size["image_head_dim"])
         self.feed_forward = FeedForward(width, size["image_mlp_dim"])
         self.attention_norm, self.ffn_norm = (nn.LayerNorm(width, eps=eps) for _ in range(2))
 
@@ -221,7 +223,7 @@ class VisionBackbone(nn.Module):
         size = config.vision
         width, read = size["image_emb_dim"], len(config.read_layers) * size["image_emb_dim"]
         self.image_vit = ImageEncoder(config)
-        self.image_pooling_2d = Attention(read, width, size["image_num_heads"], size["image_head_dim"])
+        self.image_pooling_2d = PatchAttention(read, width, size["image_num_heads"], size["image_head_dim"])
         self.image_projector = Projector(width, config.inner_size, config.hidden_size)
         self.pad_embed = nn.Parameter(torch.zeros(2, read))
 
@@ -255,7 +257,7 @@ class MolmoTowers(PreTrainedModel):
         self.model.vision_backbone = VisionBackbone(config)
         self.model.transformer = nn.ModuleDict({"wte": nn.Module()})
         marks = nn.Parameter(torch.zeros(config.num_marks, config.hidden_size))
-        self.model.transformer["wte"].new_embedding = marks  # type: ignore[index, union-attr]
+        self.model.transformer["wte"].new_embedding = marks
         self.post_init()
 
     def get_image_features(

@@ -50,10 +50,10 @@ class Molmo(Family):
         """A text that is no dialogue yet becomes what the user says."""
         token = self.placeholders["image"]
         end = text.rfind(token) + len(token) if token in text else 0
-        said = text[end:]
-        if not said.lstrip().startswith(_USER):
-            said = f"{_USER} {said}{_ASSISTANT}"
-        return f"{text[:end]} {said.lstrip()}"
+        words = text[end:]
+        if not words.lstrip().startswith(_USER):
+            words = f"{_USER} {words}{_ASSISTANT}"
+        return f"{text[:end]} {words.lstrip()}"
 
     def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
         import numpy as np  # lazy
@@ -77,8 +77,8 @@ class Molmo(Family):
         parts = overlapped(grid, num, halves)
         arrays = {
             "pixel_values": flattened(crops, patch),
-            # As released, and so as trained: those of the crops, and then one of which all is PARTIAL. The first is
-            # that of the whole image nevertheless.
+            # As released: those of the crops, and then one of which all is PARTIAL, although the whole image stands
+            # before its crops. So each is told what is padding in the next.
             "patch_padding": np.stack([*paddings, np.full(each * each, PARTIAL, np.int64)]),
             "square_order": np.concatenate([np.arange(num * num), parts.reshape(-1) + num * num]).astype(np.int64),
         }
@@ -88,8 +88,9 @@ class Molmo(Family):
 
 def _geometry(settings: Settings) -> Size:
     """Pixels of a crop's side, and of a patch's."""
-    (height, width), patch = two_of(settings, "base_image_input_size", 1, MOST_SIDE), settings.whole(
-        "image_patch_size", high=1024
+    (height, width), patch = (
+        two_of(settings, "base_image_input_size", 1, MOST_SIDE),
+        settings.whole("image_patch_size", high=1024),
     )
     if height != width or height % (_POOL * patch):
         raise InputError(
@@ -141,7 +142,9 @@ def _fitted(size: Size, target: Size) -> Size:
     import numpy as np  # lazy
 
     scale = min(np.float32(there) / np.float32(here) for here, there in zip(size, target, strict=True))
-    height, width = (min(max(1, int(np.float32(here) * scale)), there) for here, there in zip(size, target, strict=True))
+    height, width = (
+        min(max(1, int(np.float32(here) * scale)), there) for here, there in zip(size, target, strict=True)
+    )
     return height, width
 
 
@@ -150,7 +153,8 @@ def _covered(first: int, num: int, length: int, patch: int) -> Array:
     import numpy as np  # lazy
 
     starts = np.arange(0, length, patch)
-    return np.clip(np.minimum(starts + patch, first + num) - np.maximum(starts, first), 0, patch)
+    covered: Array = np.clip(np.minimum(starts + patch, first + num) - np.maximum(starts, first), 0, patch)
+    return covered
 
 
 def _cut(plane: Array, grid: Size, side: int, step: int) -> list[Array]:
