@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quire.hf_models.gemma3n import VisionTower
 from quire.schema.media import ArrayData, MediaItem
+from tests import molmo_oracle
 from tests.tiny_models import VOCAB, write_tokenizer
 
 IMAGE = 300  # the token of media
@@ -355,6 +356,53 @@ def molmo2_joined(items: list[Arrays]) -> Arrays:
         pixels = next(tensor for name, tensor in arrays.items() if name.startswith("pixel_values"))
         first += pixels.shape[0] * pixels.shape[1]
     return {name: torch.cat(tensors) for name, tensors in out.items()}
+
+
+MOLMO_WORDS = 290  # tokens of the head; those beyond stand in prompts only
+MOLMO_ROW, MOLMO_END, MOLMO_START = 291, 292, 293
+
+
+def molmo(**over: Any) -> dict[str, Any]:
+    """With tied numbers of a head's tokens and others, as the first Molmo has them."""
+    config = molmo_oracle.CONFIG | dict(embedding_size=MOLMO_WORDS, vocab_size=MOLMO_WORDS - 3)
+    return config | dict(additional_vocab_size=VOCAB - MOLMO_WORDS) | over
+
+
+def molmo_crops(generator: torch.Generator) -> Arrays:
+    """The whole image and two crops, some squares of which are left out; all kinds of padding."""
+    rows, columns = (int(torch.randint(1, 3, (), generator=generator)) for _ in range(2))
+    each = MOLMO_SIDE**2
+    parts = 4 + torch.randperm(8, generator=generator)[: rows * columns]
+    return {
+        "pixel_values": rand(generator, 3, each, 147), "square_order": torch.cat((torch.arange(4), parts)),
+        "patch_padding": torch.randint(0, 3, (3, each), generator=generator),
+        "token_ids": torch.full((4 + rows * columns,), IMAGE), "rows": torch.tensor([rows]),
+    }  # fmt: skip
+
+
+def molmo_tokens(arrays: Arrays) -> list[int]:
+    """Without the marks before the first patch and behind the last."""
+    rows = int(arrays["rows"][0])
+    row = [*[IMAGE] * ((len(arrays["square_order"]) - 4) // rows), MOLMO_ROW]
+    return [*[IMAGE, IMAGE, MOLMO_ROW] * 2, MOLMO_END, MOLMO_START, *(row * rows)[:-1]]
+
+
+def molmo_joined(items: list[Arrays]) -> Arrays:
+    """As the oracle wants them: by square the number of its token, over all items."""
+    images, masks, numbers, first = [], [], [], 0
+    for arrays in items:
+        order = arrays["square_order"]
+        own = torch.full((12,), -1)
+        own[order] = first + torch.arange(len(order))
+        numbers.append(own.reshape(3, 4))
+        images.append(arrays["pixel_values"])
+        masks.append(torch.tensor([1.0, 0.0, 0.25])[arrays["patch_padding"]])
+        first += len(order)
+    return {"images": torch.cat(images), "image_masks": torch.cat(masks), "image_numbers": torch.cat(numbers)}
+
+
+def make_molmo(config: dict[str, Any]) -> molmo_oracle.Molmo:
+    return molmo_oracle.Molmo(config, IMAGE)
 
 
 def kimi_k25(**more: Any) -> Any:
@@ -706,6 +754,19 @@ FAMILIES: dict[str, Family] = {
              video_token_id=IMAGE, projector_pooling_ratio=2),
         lambda generator: {"pixel_values_videos": rand(generator, 1, 2, 3, 28, 28)}, modality="video",
         written=lambda arrays: [IMAGE] * 8,
+    ),
+    "MolmoForCausalLM": Family(
+        lambda: molmo(clip_qkv=4.0), molmo_crops, written=molmo_tokens, join=molmo_joined, make=make_molmo
+    ),
+    "MolmoForCausalLM olmo": Family(
+        lambda: molmo(attention_layer_norm=True, norm_after=True, qkv_bias=False, num_key_value_heads=4,
+                      vision_backbone=molmo_oracle.CONFIG["vision_backbone"] | {"image_num_pos": 10}),
+        molmo_crops, written=molmo_tokens, join=molmo_joined, make=make_molmo,
+    ),
+    "MolmoForCausalLM experts": Family(
+        lambda: molmo(attention_layer_norm=True, qkv_bias=False, num_key_value_heads=4, moe_num_experts=4, moe_top_k=2,
+                      intermediate_size=64),
+        molmo_crops, written=molmo_tokens, join=molmo_joined, make=make_molmo,
     ),
     "Molmo2ForConditionalGeneration": Family(
         molmo2, molmo2_crops, written=molmo2_tokens, join=molmo2_joined, types="marks"

@@ -56,6 +56,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "PaliGemmaForConditionalGeneration": (IMAGE,),
     "Ovis2ForConditionalGeneration": (IMAGE,),
     "PerceptionLMForConditionalGeneration": (IMAGE, VIDEO),
+    "MolmoForCausalLM": (IMAGE,),
     "Molmo2ForConditionalGeneration": (IMAGE, VIDEO),
     "Phi4MultimodalForCausalLM": (IMAGE, AUDIO),
     "VoxtralForConditionalGeneration": (AUDIO,),
@@ -70,7 +71,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
     "UltravoxModel", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
-    "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
+    "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
 # prompt to each other, or the whole prompt

@@ -40,8 +40,10 @@ Items = Mapping[str, Sequence[ProcessedItem]]
 def expand_text(family: Family, text: str, items: Items) -> str:
     if not items:
         return text
-    text = family.lay_out(text)
     names = {family.placeholders[modality]: modality for modality in items}
+    if family.items_first:
+        text = _items_before(text, {token: len(items[modality]) for token, modality in names.items()})
+    text = family.lay_out(text)
     for token, modality in names.items():
         if text.count(token) != len(items[modality]):
             raise _wrong_count(token, text.count(token), len(items[modality]), modality)
@@ -53,6 +55,16 @@ def expand_text(family: Family, text: str, items: Items) -> str:
         return items[modality][used[modality] - 1].text
 
     return re.sub("|".join(map(re.escape, names)), replacement, text)
+
+
+def _items_before(text: str, counts: Mapping[str, int]) -> str:
+    """Placeholders, as many as there are items, and then the text without those that it has. A line end behind one
+    separates it from the text, and goes with it."""
+    for token, count in counts.items():
+        if text.count(token) not in (0, count):
+            return text
+        text = re.sub(re.escape(token) + "\n?", "", text)
+    return "".join(token * count for token, count in counts.items()) + text
 
 
 def begun(text: str, tokenizer: TextEncoder) -> str:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quire.media.images import check_frames, check_size
+from quire.media.images import check_frames, check_size, pillow
 from quire.schema.errors import InputError
 
 MOST_TILES = 1024  # of one image
+_BILINEAR = 2  # of Pillow's filters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,6 +136,19 @@ def sampled(levels: Array, size: Size) -> Array:
     for axis, num in ((-2, size[0]), (-1, size[1])):
         levels = _cubic(levels, num, axis)
     return levels
+
+
+def averaged(pixels: Array, size: Size) -> Array:
+    """(channels, height, width) of bytes at another size, as floats from 0 to 1: each the mean of the pixels that it
+    covers, by distance, and not rounded to a byte."""
+    import numpy as np  # lazy
+
+    check_size(size[1], size[0])
+    lib, out = pillow(), np.empty((len(pixels), *size), np.float32)
+    for plane, into in zip(pixels, out, strict=True):
+        levels = lib.Image.fromarray(plane.astype(np.float32) / np.float32(255))
+        into[:] = np.asarray(levels.resize((size[1], size[0]), _BILINEAR))
+    return np.clip(out, 0, 1, out=out)
 
 
 def sampled_bytes(pixels: Array, size: Size) -> Array:

@@ -53,6 +53,7 @@ class Family(abc.ABC):
     fixed: Collection[str] = ()  # settings of sizes that the number of vectors does not follow: a prompt keeps them
     prunes_video = False  # vectors of a video may be left out
     video_pruning_rate = 0.0  # as many of them
+    items_first = False  # items stand before the text, wherever a prompt names them, and also if it names none
     begins_text = False  # a prompt with items begins with the token that begins texts, or else the one that ends them
 
     def __init__(self, files: ProcessorFiles) -> None:

@@ -26,15 +26,15 @@ _STEPS = {
     "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": HALF, "image_std": HALF, "do_convert_rgb": True,
     "patch_size": 14,
 }  # fmt: skip
-_PATCH, _COLUMN = "<im_patch>", "<im_col>"
+PATCH, _COLUMN = "<im_patch>", "<im_col>"
 _MARKS = (_COLUMN, "<im_start>", "<low_res_im_start>", "<frame_start>", "<im_end>", "<frame_end>")
-_MOST_CROPS = 64
-_MOST_SIDE = 4096
+MOST_CROPS = 64
+MOST_SIDE = 4096
 
 
 class Molmo2(FamilyByModality):
     placeholders = {"image": "<|image|>", "video": "<|video|>"}
-    features = {"image": _PATCH, "video": _PATCH}
+    features = {"image": PATCH, "video": PATCH}
     marks = {"image": _MARKS, "video": _MARKS}
     most_items = {"video": 1}
     mixes_modalities = False
@@ -66,14 +66,14 @@ class Molmo2(FamilyByModality):
         import numpy as np  # lazy
 
         side, patch = _geometry(settings)
-        each, pool = side // patch, _two(settings, "pooling_size", 1, 64)
-        margins = _two(settings, "overlap_margins", 0, _MOST_SIDE)
+        each, pool = side // patch, two_of(settings, "pooling_size", 1, 64)
+        margins = two_of(settings, "overlap_margins", 0, MOST_SIDE)
         if sum(margins) >= each:
             raise InputError(
                 f"overlap_margins of {margins[0]} and {margins[1]} patches leave nothing of a crop of {each}",
                 param="overlap_margins",
             )
-        most = settings.whole("max_crops", high=_MOST_CROPS)
+        most = settings.whole("max_crops", high=MOST_CROPS)
         rows, columns = tiling_of(
             (image.height, image.width), (each - sum(margins)) * patch, sum(margins) * patch, most
         )
@@ -81,15 +81,15 @@ class Molmo2(FamilyByModality):
         planes = pixels.planes(image)
         crops = [pixels.sampled_bytes(planes, (side, side)), *_crops(planes, (rows, columns), side, margins, patch)]
         pooled, whole = _pooled(np.arange(each * each).reshape(each, each), pool)
-        parts, grid = _pooled(_overlapped((rows, columns), each, margins), pool)
+        parts, grid = _pooled(overlapped((rows, columns), each, margins), pool)
         arrays = {
             "pixel_values": _patches(np.stack(crops), patch, settings),
             "image_token_pooling": np.concatenate([pooled, np.where(parts < 0, -1, parts + each * each)]),
             "image_grids": np.array([[*whole, *grid]], np.int64),
         }
-        text = _grid_text(whole, (self.whole_start, "<im_end>"), self.ends_rows_of_whole)
-        text += _grid_text(grid, ("<im_start>", "<im_end>"), self.ends_rows)
-        num = _grid_size(whole, self.ends_rows_of_whole) + _grid_size(grid, self.ends_rows)
+        text = grid_text(whole, (self.whole_start, "<im_end>"), self.ends_rows_of_whole)
+        text += grid_text(grid, ("<im_start>", "<im_end>"), self.ends_rows)
+        num = grid_size(whole, self.ends_rows_of_whole) + grid_size(grid, self.ends_rows)
         return ProcessedItem(arrays, text, num)
 
     def _video(self, video: Video, settings: Settings) -> ProcessedItem:
@@ -97,7 +97,7 @@ class Molmo2(FamilyByModality):
 
         side, patch = _geometry(settings)
         check_frames([(side, side)] * len(video.frames))
-        each, pool, num = side // patch, _two(settings, "pooling_size", 1, 64), len(video.frames)
+        each, pool, num = side // patch, two_of(settings, "pooling_size", 1, 64), len(video.frames)
         frames = np.stack([pixels.sampled_bytes(pixels.planes(frame), (side, side)) for frame in video.frames])
         pooled, grid = _pooled(np.arange(each * each).reshape(each, each), pool)
         firsts = np.arange(num)[:, None, None] * (each * each)
@@ -107,9 +107,9 @@ class Molmo2(FamilyByModality):
             "video_grids": np.array([[num, *grid]], np.int64),
         }
         fps = video.fps or settings.number("max_fps", 2)
-        frame = _grid_text(grid, self.frame_ends, self.ends_rows_of_frames)
+        frame = grid_text(grid, self.frame_ends, self.ends_rows_of_frames)
         text = " ".join(f"{index / fps:.1f} {frame}" for index in video.indices)
-        return ProcessedItem(arrays, text, num * _grid_size(grid, self.ends_rows_of_frames))
+        return ProcessedItem(arrays, text, num * grid_size(grid, self.ends_rows_of_frames))
 
 
 def tiling_of(size: Size, window: int, margin: int, most: int) -> Size:
@@ -133,15 +133,15 @@ def _geometry(settings: Settings) -> tuple[int, int]:
         raise InputError(f"resample = {settings.get('resample')} is not built for this model, only {BILINEAR}",
                          param="resample")  # fmt: skip
     (height, width), patch = settings.box("size"), settings.whole("patch_size", high=1024)
-    if height != width or height > _MOST_SIDE or height % patch:
+    if height != width or height > MOST_SIDE or height % patch:
         raise InputError(
-            f"size must be a square of at most {_MOST_SIDE} pixels a side, in patches of {patch}; got {height}x{width}",
+            f"size must be a square of at most {MOST_SIDE} pixels a side, in patches of {patch}; got {height}x{width}",
             param="size",
         )
     return height, patch
 
 
-def _two(settings: Settings, name: str, low: int, high: int) -> tuple[int, int]:
+def two_of(settings: Settings, name: str, low: int, high: int) -> tuple[int, int]:
     value = settings.get(name)
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise InputError(f"{name} must be two whole numbers, got {value!r:.100}", param=name)
@@ -159,7 +159,7 @@ def _crops(planes: Array, grid: Size, side: int, margins: Size, patch: int) -> l
     ]
 
 
-def _overlapped(grid: Size, each: int, margins: Size) -> Array:
+def overlapped(grid: Size, each: int, margins: Size) -> Array:
     """Numbers of the patches that make up the whole, [rows, columns]: of patches in two crops, those of the crop in
     which they lie further from the edge."""
     import numpy as np  # lazy
@@ -188,19 +188,23 @@ def _pooled(numbers: Array, pool: Size) -> tuple[Array, Size]:
 
 
 def _patches(crops: Array, patch: int, settings: Settings) -> Array:
-    """(crops, channels, side, side) of bytes -> (crops, patches, numbers), channels last."""
+    """Of bytes."""
+    return flattened(replace(settings.levels(), is_fused=True).apply(crops), patch)
+
+
+def flattened(levels: Array, patch: int) -> Array:
+    """(crops, channels, side, side) -> (crops, patches, numbers), channels last."""
     import numpy as np  # lazy
 
-    levels = replace(settings.levels(), is_fused=True).apply(crops)
     num, channels, side, _ = levels.shape
     split = levels.reshape(num, channels, side // patch, patch, side // patch, patch).transpose(0, 2, 4, 3, 5, 1)
     return np.ascontiguousarray(split.reshape(num, (side // patch) ** 2, patch * patch * channels))
 
 
-def _grid_text(grid: Size, ends: tuple[str, str], ends_rows: bool) -> str:
-    row = _PATCH * grid[1] + (_COLUMN if ends_rows else "")
+def grid_text(grid: Size, ends: tuple[str, str], ends_rows: bool) -> str:
+    row = PATCH * grid[1] + (_COLUMN if ends_rows else "")
     return f"{ends[0]}{row * grid[0]}{ends[1]}"
 
 
-def _grid_size(grid: Size, ends_rows: bool) -> int:
+def grid_size(grid: Size, ends_rows: bool) -> int:
     return grid[0] * (grid[1] + ends_rows) + 2

@@ -69,6 +69,7 @@ OWN_TYPES = Registry(
     "language model",
     {
         "deepseek_ocr2_text": "quire.models.zoo.deepseek:deepseek_ocr",
+        "molmo": "quire.models.zoo.olmo:molmo",
         "molmo2_text": "quire.models.zoo.olmo:molmo2_text",
     },
 )

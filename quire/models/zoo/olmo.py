@@ -1,9 +1,10 @@
-"""OLMo 1 to 3 and OLMoE: norms without weights, norms after the sublayers, norms over all heads at once."""
+"""OLMo 1 to 3, OLMoE and Molmo: norms without weights, norms after the sublayers, norms over all heads at once."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from quire.checkpoint.limits import EXPERTS, VOCAB, Range, check_numbers
 from quire.layers.moe import MoeKind
 from quire.layers.norm import NormKind
 from quire.models.arch import Arch, each
@@ -22,6 +23,48 @@ def olmo2(c: View) -> Arch:
 def olmo3(c: View) -> Arch:
     arch = read(c, kinds=every(4, c.num_hidden_layers), ropes=full_only, order="post", qk_norm="full")
     return replace(arch, norm=replace(arch.norm, wide=True))
+
+
+def molmo(c: View) -> Arch:
+    """Of the first Molmo: Qwen2, OLMo or OLMoE with its own names, and tokens beyond the vocabulary of its head."""
+    check_numbers(c.raw, {"embedding_size": VOCAB, "additional_vocab_size": Range(1, 1 << 20), "moe_top_k": EXPERTS})
+    for key, built in _MOLMO_FIXED.items():
+        if c.get(key, default=built) != built:
+            c.refuse(key, f"known is {built!r}")
+    added, after = c.get("additional_vocab_size", default=128), bool(c.get("norm_after", default=False))
+    experts, inner = c.get("moe_num_experts", default=0), c.intermediate_size // 2  # those of gate and up are counted
+    if experts and after:
+        c.refuse("norm_after", "experts have their norm before them")
+    if c.get("clip_qkv") and c.get("attention_layer_norm"):
+        c.refuse("clip_qkv", "queries and keys would be clipped before their norms")
+    moe = MoeKind(experts, c.get("moe_top_k", default=2), inner, renorm=False, round_weights=True) if experts else None
+    arch = read(
+        c, vocab=c.get("embedding_size", "vocab_size") + added, input_only=added, ffn=inner, moe=moe,
+        qk_norm="full" if c.get("attention_layer_norm", default=False) else "",
+        qkv_bias=bool(c.get("qkv_bias", default=False)), o_bias=False, mlp_bias=False, tie=False,
+        qkv_clip=c.get("clip_qkv", default=0.0), order="post" if after else "pre", up_first=True, in_two=True,
+        names=(*_MOLMO, *(_AFTER if after else ())),
+    )  # fmt: skip
+    return each(arch, lambda i, layer: {"moe": True}) if experts else arch
+
+
+_MOLMO_FIXED = {"layer_norm_type": "rms", "weight_tying": False, "activation_type": "swiglu", "scale_logits": False,
+                "normalize_input_embeds": False, "rope_impl": "llama", "include_bias": False}  # fmt: skip
+# layers without experts, and with them
+_MOLMO = (
+    (r"^model\.transformer\.wte\.embedding$", "model.embed_tokens.first"),
+    (r"^model\.transformer\.wte\.new_embedding$", "model.embed_tokens.others"),
+    (r"^model\.transformer\.ln_f\.", "model.norm."),
+    (r"^model\.transformer\.ff_out\.", "lm_head."),
+    (r"^model\.transformer\.blocks\.(\d+)\.(?:attn\.|mlp\.(?=ff_norm))?", r"model.layers.\1."),
+    (r"(\.\d+)\.attn_norm\.", r"\1.input_layernorm."),
+    (r"(\.\d+)\.ff_norm\.", r"\1.post_attention_layernorm."),
+    (r"(\.\d+)\.([qk])_norm\.", r"\1.self_attn.\2_norm."),
+    (r"(\.\d+)\.att_proj\.", r"\1.self_attn.qkv_proj."),
+    (r"(\.\d+)\.attn_out\.", r"\1.self_attn.o_proj."),
+    (r"(\.\d+)\.ff_proj\.", r"\1.mlp.gate_up_proj."),
+    (r"(\.\d+)\.ff_out\.", r"\1.mlp.down_proj."),
+)
 
 
 def molmo2_text(c: View) -> Arch:

@@ -40,7 +40,8 @@ def inputs(name: str, workers: MediaWorkers, parts: dict[str, Any] | None = None
 
 @pytest.mark.parametrize(("name", "setting", "value"), [
     ("Molmo2Processor", "size", LARGE), ("Molmo2Processor", "overlap_margins", [3, 4]),
-    ("Molmo2Processor", "pooling_size", [64, 64]), ("Gemma3Processor", "size", LARGE),
+    ("Molmo2Processor", "pooling_size", [64, 64]), ("MolmoProcessor", "base_image_input_size", [4088, 4088]),
+    ("MolmoProcessor", "overlap_margins", [2, 4]), ("Gemma3Processor", "size", LARGE),
     ("Gemma3nProcessor", "size", LARGE), ("Gemma3nProcessor", "size", 4088), ("PaliGemmaProcessor", "size", LARGE),
     ("InternVLProcessor", "size", LARGE), ("QianfanOCRProcessor", "size", LARGE), ("Ovis2Processor", "size", LARGE),
     ("Florence2Processor", "size", LARGE), ("Florence2Processor", "do_resize", False),
