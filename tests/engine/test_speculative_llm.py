@@ -36,7 +36,7 @@ def drafting(same_bits: None) -> Iterator[LLM]:
 
 
 def said(llm: LLM) -> list[Any]:
-    outputs = llm.generate([VERSE * 4] * len(PARAMS), PARAMS, use_tqdm=False)
+    outputs = llm.generate([(VERSE * 4).strip()] * len(PARAMS), PARAMS, use_tqdm=False)
     return [
         [(one.text, one.token_ids, one.finish_reason, one.stop_reason, rounded(one.logprobs)) for one in output.outputs]
         + [rounded(output.prompt_logprobs)]
