@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quire.hf_models.gemma3n import VisionTower
 from quire.schema.media import ArrayData, MediaItem
+from tests import minicpm_oracle
 from tests.tiny_models import VOCAB, write_tokenizer
 
 IMAGE = 300  # the token of media
@@ -400,6 +401,46 @@ def rename(folder: Path, names: dict[str, str]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def minicpmv(release: str, **over: Any) -> Callable[[], Any]:
+    """Heads that resample have 128 numbers, so the language model has two of them."""
+    text = {"2.6": tf.Qwen2Config, "4.5": tf.Qwen3Config}.get(release, tf.LlamaConfig)
+    own = {"head_dim": 32} if release == "4.5" else {}
+    return lambda: minicpm_oracle.Config(
+        release, text(**TEXT | dict(hidden_size=256, num_attention_heads=8), **own, **over), VISION
+    )
+
+
+def minicpmv_pieces(generator: torch.Generator) -> Arrays:
+    """An image as a whole, and two pieces of it."""
+    whole, piece = (torch.randint(2, 8, (2,), generator=generator).tolist() for _ in range(2))
+    sizes, patch = [whole, piece, piece], minicpm_oracle.PATCH
+    pixels = rand(generator, 1, 3, patch, patch * sum(height * width for height, width in sizes))
+    return {"pixel_values": pixels, "target_sizes": torch.tensor(sizes)}
+
+
+def minicpmv_frames(generator: torch.Generator) -> Arrays:
+    """Five frames, of which up to two are seen at once."""
+    size, patch = torch.randint(2, 6, (2,), generator=generator).tolist(), minicpm_oracle.PATCH
+    return {
+        "pixel_values": rand(generator, 1, 3, patch, patch * 5 * size[0] * size[1]),
+        "target_sizes": torch.tensor([size] * 5), "temporal_ids": torch.tensor([0, 3, 7, 10, 31]),
+        "packs": torch.tensor([2, 2, 1]),
+    }  # fmt: skip
+
+
+def minicpmv_tokens(arrays: Arrays) -> list[int]:
+    """With marks between pieces."""
+    num = len(arrays.get("packs", arrays["target_sizes"]))
+    return ([*[IMAGE] * minicpm_oracle.QUERIES, 17, 18] * num)[:-2]
+
+
+def minicpmv_family(release: str, **over: Any) -> Family:
+    return Family(
+        minicpmv(release, **over), minicpmv_pieces, joined_by={"pixel_values": 3}, written=minicpmv_tokens,
+        make=minicpm_oracle.MiniCPMV,
+    )  # fmt: skip
+
+
 IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(both(tf.LlavaConfig, clip, llama, image_token_index=IMAGE), square),
@@ -650,6 +691,21 @@ FAMILIES: dict[str, Family] = {
             text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
         lambda generator: {"pixel_values": rand(generator, 1, 3, 4, 4 * 32), "target_sizes": torch.tensor([[4, 8]])},
         joined_by={"pixel_values": 3},
+    ),
+    "MiniCPMOcrForConditionalGeneration": Family(
+        lambda: tf.MiniCPMOcrConfig(
+            vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), image_token_id=IMAGE,
+            text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 4, 4 * 32), "target_sizes": torch.tensor([[4, 8]])},
+        joined_by={"pixel_values": 3},
+    ),
+    "MiniCPMV 2.5": minicpmv_family("2.5"),
+    "MiniCPMV 2.6": minicpmv_family("2.6"),
+    "MiniCPMV 4.0": minicpmv_family("4.0"),
+    "MiniCPMV 4.5": minicpmv_family("4.5"),
+    "MiniCPMV video": Family(
+        minicpmv("4.5"), minicpmv_frames, modality="video", joined_by={"pixel_values": 3}, written=minicpmv_tokens,
+        make=minicpm_oracle.MiniCPMV,
     ),
     "JanusForConditionalGeneration": Family(
         both(tf.JanusConfig, lambda: tf.JanusVisionConfig(

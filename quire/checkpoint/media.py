@@ -33,6 +33,8 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE,),
+    "MiniCPMOcrForConditionalGeneration": (IMAGE,),
+    "MiniCPMV": (IMAGE, VIDEO),
     "JanusForConditionalGeneration": (IMAGE,),
     "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
     "Idefics3ForConditionalGeneration": (IMAGE,),
@@ -69,7 +71,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "UltravoxModel", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
+    "UltravoxModel", "MiniCPMO", "DeepseekVLV2ForCausalLM",
     "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a

@@ -41,7 +41,13 @@ _CODES = (
 
 
 # classes of the encoders alone, where that of the whole cannot be made
-_OWN = Registry("encoder", {"Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers"})
+_OWN = Registry(
+    "encoder",
+    {
+        "Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers",
+        "MiniCPMV": "quire.hf_models.minicpm:MiniCPMVTowers",
+    },
+)
 # arrays whose names differ between processors and encoders, or between encoders of different transformers
 _ARGUMENTS = dict.fromkeys(("image_patches", "pixel_values_images", "pixel_values_videos"), "pixel_values")
 
