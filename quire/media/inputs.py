@@ -20,7 +20,7 @@ import msgspec
 
 from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
-from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of
+from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of, text_of
 from quire.media.families import family_name, make_family
 from quire.media.families.base import BESIDE, TOKENS, Family, ProcessedItem, array_data
 from quire.media.settings import ProcessorFiles
@@ -247,6 +247,8 @@ class MediaInputs:
         add_special_tokens: bool = True,
     ) -> Placed:
         items = {modality: [one.item for one in several] for modality, several in media.items.items()}
+        if token_ids is not None and (written := text_of(self.family, token_ids, items, tokenizer)) is not None:
+            text, token_ids, add_special_tokens = written, None, False
         prompt = (text or "") if token_ids is None else token_ids
         order = media.order or order_of(self.family, prompt, items, tokenizer)
         if token_ids is None:

@@ -70,6 +70,10 @@ class Family(abc.ABC):
         """What stands for the item with this number (from 1) in a message whose content is a string."""
         return self.placeholders[modality]
 
+    def numbered(self, modality: str, number: int, text: str) -> str:
+        """The text of an item with this number (from 0) among those of its modality."""
+        return text
+
     def embeds_text(self, modality: str, num: int) -> str:
         """What stands for so many vectors that were given in place of an item."""
         raise InputError(f"this model takes no embeddings of {modality} items", param="multi_modal_data")
