@@ -696,7 +696,8 @@ FAMILIES: dict[str, Family] = {
         lambda: tf.MiniCPMOcrConfig(
             vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), image_token_id=IMAGE,
             text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
-        lambda generator: {"pixel_values": rand(generator, 1, 3, 4, 4 * 32), "target_sizes": torch.tensor([[4, 8]])},
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 4, 4 * (32 + 2 * 24)),
+                           "target_sizes": torch.tensor([[4, 8], [6, 4], [6, 4]])},
         joined_by={"pixel_values": 3},
     ),
     "MiniCPMV 2.5": minicpmv_family("2.5"),

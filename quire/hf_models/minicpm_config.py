@@ -18,6 +18,7 @@ _VISION = {
     "hidden_size": 1152, "image_size": 980, "intermediate_size": 4304, "num_attention_heads": 16,
     "num_hidden_layers": 27, "patch_size": 14,
 }  # fmt: skip
+_QUERIES = 64
 _RANGES = {
     "hidden_size": Range(1, 1 << 16),
     "intermediate_size": Range(1, 1 << 18),
@@ -36,7 +37,8 @@ def minicpmv_encoder(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         raise CheckpointError(f"vision_config must be a mapping, not {given!r:.60}", param="vision_config")
     vision = {name: given[name] if given.get(name) is not None else default for name, default in _VISION.items()}
     check_numbers(vision, _RANGES)
-    width, queries = raw.get("hidden_size"), raw.get("query_num", 64)
+    width, queries = raw.get("hidden_size"), raw.get("query_num")
+    queries = _QUERIES if queries is None else queries
     check_numbers({"hidden_size": width or 0, "query_num": queries},
                   {"hidden_size": Range(1, 1 << 16), "query_num": Range(1, 1 << 12)})  # fmt: skip
     _check_divisors(vision, width)

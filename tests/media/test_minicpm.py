@@ -265,8 +265,10 @@ def test_options_of_requests(options: dict[str, Any], said: str, workers: MediaW
     ({"packing_nums": 0}, 4.0, "from 1 to 6, got 0"),
     ({"packing_nums": 2}, None, "the video tells its frames per second"),
     ({"packing_nums": 2, "max_slice_nums": 9}, 4.0, "are not cut into pieces"),
-    ({}, 1e-300, "is later than 1677721.6 s"),
-    ({}, 5e-324, "is later than 1677721.6 s"),
+    ({}, 1e-300, "is not between 0 and 1677721.6 s"),
+    ({}, 5e-324, "is not between 0 and 1677721.6 s"),
+    ({}, -2.0, "is not between 0 and 1677721.6 s"),
+    ({}, math.nan, "is not between 0 and 1677721.6 s"),
 ])  # fmt: skip
 def test_options_of_videos(options: dict[str, Any], rate: float | None, said: str) -> None:
     with pytest.raises(InputError, match=said):

@@ -239,9 +239,11 @@ class MiniCPMV(_Sliced):
 
 
 def _time(index: int, fps: float) -> int:
-    if index * _TICKS > _LAST_TIME * fps:
-        raise InputError(f"frame {index} of a video of {fps} frames per second is later than {_LAST_TIME / _TICKS} s",
-                         param="multi_modal_data")  # fmt: skip
+    if not 0 <= index * _TICKS <= _LAST_TIME * fps:
+        raise InputError(
+            f"frame {index!r:.60} of a video of {fps} frames per second is not between 0 and {_LAST_TIME / _TICKS} s",
+            param="multi_modal_data",
+        )
     return round(index / fps * _TICKS)
 
 
