@@ -129,7 +129,11 @@ class MiniCPMVTowers(Idefics2PreTrainedModel):
         return torch.cat(made).flatten(0, 1)
 
     def get_video_features(
-        self, pixel_values: Tensor, target_sizes: Tensor, temporal_ids: Tensor | None = None, packs: Tensor | None = None
+        self,
+        pixel_values: Tensor,
+        target_sizes: Tensor,
+        temporal_ids: Tensor | None = None,
+        packs: Tensor | None = None,
     ) -> Tensor:
         """Frames are images, unless they are told when they are seen (`temporal_ids`) and how many of them are seen at
         once (`packs`)."""

@@ -32,10 +32,10 @@ _MOST_WEIGHTS = 1 << 33
 
 def minicpmv_encoder(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The configuration, and no names: tensors are named as in checkpoints."""
-    given = raw.get("vision_config") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"vision_config must be a mapping, not {given!r:.60}", param="vision_config")
-    vision = {name: given[name] if given.get(name) is not None else default for name, default in _VISION.items()}
+    own = raw.get("vision_config") or {}
+    if not isinstance(own, Mapping):
+        raise CheckpointError(f"vision_config must be a mapping, not {own!r:.60}", param="vision_config")
+    vision = {name: own[name] if own.get(name) is not None else default for name, default in _VISION.items()}
     check_numbers(vision, _RANGES)
     width, queries = raw.get("hidden_size"), raw.get("query_num")
     queries = _QUERIES if queries is None else queries
@@ -44,7 +44,7 @@ def minicpmv_encoder(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     _check_divisors(vision, width)
     if raw.get("drop_vision_last_layer", True):
         vision["num_hidden_layers"] = max(1, vision["num_hidden_layers"] - 1)
-    _check_weights(vision, width)
+    _check_weights(vision, int(width))
     config = {
         "architectures": ["MiniCPMV"],
         "model_type": "idefics2",

@@ -109,7 +109,11 @@ def test_videos(tiny: Tiny) -> None:
     video = Video(frames, list(range(5)), 2.0, 5)
     text = "(<video>./</video>)\nWhat is shown here?"
     for options, num in (({}, 5), ({"packing_nums": 3}, 2)):
-        given = {"prompt": text, "multi_modal_data": {"video": [(frames, {"fps": 2.0})]}, "mm_processor_kwargs": options}
+        given = {
+            "prompt": text,
+            "multi_modal_data": {"video": [(frames, {"fps": 2.0})]},
+            "mm_processor_kwargs": options,
+        }
         (output,) = tiny.llm.generate(given, tiny.greedy)
         item = tiny.family.process("video", video, options, 1)
         assert item.num_vectors == num * minicpm_oracle.QUERIES and len(item.arrays["packs"]) == num
@@ -119,5 +123,7 @@ def test_videos(tiny: Tiny) -> None:
 def test_a_release_that_is_not_built(tmp_path: Path) -> None:
     config = {"architectures": ["MiniCPMV"], "model_type": "minicpmv", "hidden_size": 2304, "query_num": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(NotBuiltError, match="MiniCPMV with version = '2.0' is not in this version of Quire; built are"):
+    with pytest.raises(
+        NotBuiltError, match=r"MiniCPMV with version = '2.0' is not in this version of Quire; built are"
+    ):
         LLM(str(tmp_path))

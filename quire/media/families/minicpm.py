@@ -1,6 +1,5 @@
-"""MiniCPM-V and MiniCPM-OCR: an image as a whole, and if it is large, cut into pieces of about the same size, between
-marks. Videos are frames, in MiniCPM-V 4.5 with the time at which each is seen, and several of them at once if asked for.
-"""
+"""MiniCPM-V and MiniCPM-OCR: an image as a whole and, if it is large, as slices of about the same size, between marks.
+Videos are frames; in MiniCPM-V 4.5 each has its time, and several may be seen at once."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ _LAST_TIME = 1 << 24
 _OLD_NAMES = {"norm_mean": "image_mean", "norm_std": "image_std"}
 
 
-class Pieces(NamedTuple):
-    """Sizes in pixels. Pieces of the image enlarged to `fine` are in `grid` rows and columns; None: only the whole."""
+class Slicing(NamedTuple):
+    """Sizes in pixels. Slices of the image resized to `fine` are in `grid` rows and columns; None: only the whole."""
 
     whole: Size
     grid: Size | None = None
@@ -52,21 +51,21 @@ class Pieces(NamedTuple):
         return [self.whole, *[self.piece] * (rows * columns)]
 
 
-def pieces_of(size: Size, side: int, most: int, step: int, enlarges: bool = True) -> Pieces:
-    """Of an image of this size, whose pieces have about side x side pixels and sides that `step` divides. `enlarges`: so
-    has a small image."""
+def pieces_of(size: Size, side: int, most: int, step: int, enlarges: bool = True) -> Slicing:
+    """Of an image of this size: pieces have about side x side pixels, and sides that `step` divides. `enlarges`: a small
+    image too."""
     grid = grid_of(size, side, most)
     if grid is None:
-        return Pieces(_near(size, side, step, enlarges))
+        return Slicing(_near(size, side, step, enlarges))
     rows, columns = grid
     height, width = (_rounded(length, num) / num for length, num in zip(size, grid, strict=True))
     tall, wide = _near((height, width), side, step, True)
-    return Pieces(_near(size, side, step, False), grid, (tall * rows, wide * columns))
+    return Slicing(_near(size, side, step, False), grid, (tall * rows, wide * columns))
 
 
 def grid_of(size: Size, side: int, most: int) -> Size | None:
-    """(rows, columns) with about the proportions of the image, one piece more or less than fill it; of equals the first,
-    of those with as many pieces the higher. None: one piece is enough."""
+    """(rows, columns) of slices, as many as have the image's pixels, or one more or less, with the proportions that are
+    nearest the image's. None: one is enough."""
     height, width = size
     num = min(math.ceil(height * width / (side * side)), most)
     if num <= 1:
@@ -127,7 +126,7 @@ class _Sliced(FamilyByModality):
         """Vectors of a piece of this size, in pixels."""
         raise NotImplementedError
 
-    def _pieces(self, size: Size, settings: Settings) -> Pieces:
+    def _pieces(self, size: Size, settings: Settings) -> Slicing:
         side = settings.whole("scale_resolution", high=_MOST_SIDE)
         most = settings.whole("max_slice_nums", high=_MOST_PIECES)
         most = most if settings.flag("slice_mode", True) else 1
@@ -142,7 +141,7 @@ class _Sliced(FamilyByModality):
         num = sum(self.count(size, settings) for size in pieces.sizes)
         return ProcessedItem(_arrays(_cut(image, pieces, settings), settings), text, num)
 
-    def _text(self, pieces: Pieces, settings: Settings, token: str) -> str:
+    def _text(self, pieces: Slicing, settings: Settings, token: str) -> str:
         whole = f"{self.start}{token * self.count(pieces.whole, settings)}{self.end}"
         if pieces.grid is None:
             return whole
@@ -151,7 +150,7 @@ class _Sliced(FamilyByModality):
         return whole + "\n".join([piece * columns] * rows)
 
 
-def _cut(image: Image, pieces: Pieces, settings: Settings) -> list[Array]:
+def _cut(image: Image, pieces: Slicing, settings: Settings) -> list[Array]:
     filter_ = settings.filter(BICUBIC)
     whole = pixels.planes(pixels.resize(image, pieces.whole, filter_))
     if pieces.grid is None:
@@ -207,7 +206,7 @@ class MiniCPMV(_Sliced):
     def count(self, size: Size, settings: Settings) -> int:
         return self.num
 
-    def _text(self, pieces: Pieces, settings: Settings, token: str) -> str:
+    def _text(self, pieces: Slicing, settings: Settings, token: str) -> str:
         if self.release != "2.5" or pieces.grid is None:
             return super()._text(pieces, settings, token)
         rows, columns = pieces.grid
