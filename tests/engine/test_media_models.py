@@ -79,7 +79,7 @@ THOROUGH = (
     "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration", "Ovis2ForConditionalGeneration", "Phi4MultimodalForCausalLM",
     "Gemma3nForConditionalGeneration audio",
-    "Molmo2ForConditionalGeneration",
+    "Molmo2ForConditionalGeneration", "MiniCPMV 2.6",
 )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Images and videos of MiniCPM-V and MiniCPM-OCR: pixels beside transformers' processor of 4.6, to the last bit (those of
-earlier releases, which transformers lacks, cut images in the same way), the text that stands for them, and limits."""
+"""Images and videos of MiniCPM-V and MiniCPM-OCR: pixels beside transformers' processor of 4.6, to the last bit
+(earlier releases, which transformers lacks, cut images in the same way), the text that stands for them, and limits."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def test_texts_of_later_releases_equal_transformers() -> None:
     outputs = MiniCPMV4_6ImageProcessorPil(**settings)(images, return_tensors="np")
     me: Any = SimpleNamespace(
         image_start_token="<image>", image_end_token="</image>", slice_start_token="<slice>",
-        image_id_start_token="<image_id>", image_id_end_token="</image_id>", slice_end_token="</slice>", image_token="<|image_pad|>", slice_mode=True,
+        slice_end_token="</slice>", image_id_start_token="<image_id>", image_id_end_token="</image_id>", image_token="<|image_pad|>",
+        slice_mode=True,
     )  # fmt: skip
     texts = [MiniCPMV4_6Processor.replace_image_token(me, outputs, at, image_token_divisor=16) for at in range(3)]
     prompt = "a<|image_pad|>b<|image_pad|><|image_pad|>c"

@@ -52,7 +52,7 @@ class Slicing(NamedTuple):
 
 
 def pieces_of(size: Size, side: int, most: int, step: int, enlarges: bool = True) -> Slicing:
-    """Of an image of this size: pieces have about side x side pixels, and sides that `step` divides. `enlarges`: a small
+    """Of an image of this size: pieces have about side x side pixels and sides that `step` divides. `enlarges`: a small
     image too."""
     grid = grid_of(size, side, most)
     if grid is None:
