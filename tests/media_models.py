@@ -700,6 +700,14 @@ FAMILIES: dict[str, Family] = {
                            "target_sizes": torch.tensor([[4, 8], [6, 4], [6, 4]])},
         joined_by={"pixel_values": 3},
     ),
+    **{f"{name}ForConditionalGeneration video": Family(
+        lambda make=make: make(
+            vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), image_token_id=291,
+            video_token_id=IMAGE, text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
+        lambda generator: {"pixel_values_videos": rand(generator, 1, 3, 4, 4 * 64),
+                           "target_sizes_videos": torch.tensor([[4, 8]] * 2)},
+        modality="video", joined_by={"pixel_values_videos": 3},
+    ) for name, make in (("MiniCPMV4_6", tf.MiniCPMV4_6Config), ("MiniCPMOcr", tf.MiniCPMOcrConfig))},
     "MiniCPMV 2.5": minicpmv_family("2.5"),
     "MiniCPMV 2.6": minicpmv_family("2.6"),
     "MiniCPMV 4.0": minicpmv_family("4.0"),

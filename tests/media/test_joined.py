@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import MOLMO, SPECIAL, write_tokenizer
-from tests.media_models import without_timm
+from tests.media_models import QWEN3_5, without_timm
 from tests.server.live import live
 
 NUM = 6
@@ -254,6 +254,24 @@ MOLMO_2 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "overlap_margin
 CASES["molmo 2"] = (molmo2, "Molmo2ForConditionalGeneration", {}, MOLMO_2, "<|image|>")
 CASES["molmo 2, video"] = (*CASES["molmo 2"][:4], "<|video|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
+
+
+def minicpm(make: Any) -> Callable[[Tokenizer], Any]:
+    return lambda vocab: make(
+        vision_config=dict(**VISION, image_size=70, patch_size=7), insert_layer_id=1,
+        text_config=tf.Qwen3_5TextConfig(**QWEN3_5 | text(vocab, num_hidden_layers=3)),
+        image_token_id=vocab.token_to_id("<|image_pad|>"), video_token_id=vocab.token_to_id("<|video_pad|>"),
+    )  # fmt: skip
+
+
+MINICPM = {"scale_resolution": 56, "patch_size": 7}
+CASES["minicpm-v 4.6"] = (
+    minicpm(tf.MiniCPMV4_6Config), "MiniCPMV4_6ForConditionalGeneration", {}, MINICPM, "<|image_pad|>",
+)  # fmt: skip
+CASES["minicpm-v 4.6, video"] = (*CASES["minicpm-v 4.6"][:4], "<|video_pad|>")
+CASES["minicpm-ocr"] = (
+    minicpm(tf.MiniCPMOcrConfig), "MiniCPMOcrForConditionalGeneration", {}, MINICPM, "<|image_pad|>",
+)  # fmt: skip
 
 GEMMA_3N = {"size": {"height": 64, "width": 64}, "do_normalize": False, "feature_size": 16}
 CASES["gemma 3n"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<image_soft_token>")

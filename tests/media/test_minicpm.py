@@ -141,8 +141,8 @@ def test_texts_of_later_releases_equal_transformers() -> None:
     outputs = MiniCPMV4_6ImageProcessorPil(**settings)(images, return_tensors="np")
     me: Any = SimpleNamespace(
         image_start_token="<image>", image_end_token="</image>", slice_start_token="<slice>",
-        slice_end_token="</slice>", image_id_start_token="<image_id>", image_id_end_token="</image_id>", image_token="<|image_pad|>",
-        slice_mode=True,
+        slice_end_token="</slice>", image_id_start_token="<image_id>", image_id_end_token="</image_id>",
+        image_token="<|image_pad|>", slice_mode=True,
     )  # fmt: skip
     texts = [MiniCPMV4_6Processor.replace_image_token(me, outputs, at, image_token_divisor=16) for at in range(3)]
     prompt = "a<|image_pad|>b<|image_pad|><|image_pad|>c"
@@ -243,6 +243,30 @@ def test_times_of_frames() -> None:
     untimed = own.process("video", video(5, fps=None), {}, 1)
     assert "temporal_ids" not in untimed.arrays and untimed.num_vectors == 5 * NUM
     assert "packs" not in own.process("video", video(2, (330, 220)), {"max_slice_nums": 9}, 1).arrays
+
+
+def test_videos_of_later_releases() -> None:
+    """Frames are images, under one number, as transformers writes them."""
+    settings = SMALL | {"downsample_mode": "16x", "patch_size": 7}
+    frames = [picture(330, 220), picture(330, 220).rotate(180)]
+    outputs = MiniCPMV4_6ImageProcessorPil(**settings)(frames, return_tensors="np")
+    me: Any = SimpleNamespace(
+        image_start_token="<image>", image_end_token="</image>", slice_start_token="<slice>", video_slice_mode=True,
+        slice_end_token="</slice>", image_id_start_token="<image_id>", image_id_end_token="</image_id>",
+        video_token="<|video_pad|>",
+    )  # fmt: skip
+    given = {
+        "target_sizes_videos": outputs["target_sizes"], "num_frames_per_video": [2],
+        "grids_videos": np.array(outputs["grids"]),
+    }  # fmt: skip
+    written = MiniCPMV4_6Processor.replace_video_token(me, given, 0, video_token_divisor=16)
+    ours = make_family("MiniCPMV4_6Processor", ProcessorFiles(parts={"video": settings}))
+    item = ours.process("video", Video(frames, [0, 1], 2.0, 2), {}, 1)
+    assert item.text == f"<image_id>0</image_id>{written}" and item.num_vectors == written.count(me.video_token)
+    for name in ("pixel_values", "target_sizes"):
+        np.testing.assert_array_equal(item.arrays[f"{name}_videos"], outputs[name])
+    with pytest.raises(NotBuiltError, match="stack_frames other than 1 are not built"):
+        ours.process("video", Video(frames, [0, 1], 2.0, 2), {"stack_frames": 4}, 1)
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------

@@ -141,6 +141,13 @@ class _Sliced(FamilyByModality):
         num = sum(self.count(size, settings) for size in pieces.sizes)
         return ProcessedItem(_arrays(_cut(image, pieces, settings), settings), text, num)
 
+    def _frames(self, video: Video, settings: Settings) -> tuple[list[Slicing], list[Array]]:
+        """How each is cut, and the pieces of all."""
+        frames = [self._pieces((frame.height, frame.width), settings) for frame in video.frames]
+        check_frames([size for pieces in frames for size in pieces.sizes])
+        made = zip(video.frames, frames, strict=True)
+        return frames, [piece for frame, pieces in made for piece in _cut(frame, pieces, settings)]
+
     def _text(self, pieces: Slicing, settings: Settings, token: str) -> str:
         whole = f"{self.start}{token * self.count(pieces.whole, settings)}{self.end}"
         if pieces.grid is None:
@@ -216,10 +223,8 @@ class MiniCPMV(_Sliced):
     def _video(self, video: Video, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
 
-        frames = [self._pieces((frame.height, frame.width), settings) for frame in video.frames]
-        check_frames([size for pieces in frames for size in pieces.sizes])
+        frames, cut = self._frames(video, settings)
         texts = [self._text(pieces, settings, self.feature("video")) for pieces in frames]
-        cut = [piece for frame, one in zip(video.frames, frames, strict=True) for piece in _cut(frame, one, settings)]
         arrays, num = _arrays(cut, settings), len(cut)
         packed = settings.whole("packing_nums", 1, high=_MOST_PACKED)
         is_sliced = len(cut) != len(frames)
@@ -268,7 +273,7 @@ def _mark(own: Mapping[str, Any], name: str, default: str) -> str:
 class MiniCPMV46(_Sliced):
     """4.6: neighbouring patches become one vector."""
 
-    placeholders = {"image": "<|image_pad|>"}
+    placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     mode = "16x"
 
     def __init__(self, files: ProcessorFiles) -> None:
@@ -276,6 +281,10 @@ class MiniCPMV46(_Sliced):
         mode = files.config.get("downsample_mode") or self.mode
         steps = {**_STEPS, "downsample_mode": mode, "do_resize": True, "do_convert_rgb": True}
         self.image = self.settings("image", steps, "small_image_upsize")
+        self.video = self.settings("video", {**steps, "stack_frames": 1}, "small_image_upsize")
+
+    def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]:
+        return {"image": self._image, "video": self._video}
 
     def _merge(self, settings: Settings) -> int:
         """Patches along a side of what becomes one vector."""
@@ -299,10 +308,21 @@ class MiniCPMV46(_Sliced):
         step = self.step(settings)
         return (size[0] // step) * (size[1] // step)
 
-    def _image(self, image: Image, settings: Settings) -> ProcessedItem:
+    def _pieces(self, size: Size, settings: Settings) -> Slicing:
         if not settings.flag("do_resize", True):
             raise NotBuiltError("do_resize = false is not built for this model", param="do_resize")
-        return super()._image(image, settings)
+        return super()._pieces(size, settings)
+
+    def _video(self, video: Video, settings: Settings) -> ProcessedItem:
+        """Frames as images, one after another, under one number."""
+        if settings.whole("stack_frames", 1, high=_MOST_PIECES) != 1:
+            raise NotBuiltError("stack_frames other than 1 are not built for this model", param="stack_frames")
+        frames, cut = self._frames(video, settings)
+        text = "".join(self._text(pieces, settings, self.feature("video")) for pieces in frames)
+        if settings.flag("use_image_id", True):
+            text = self._id(0) + text
+        num = sum(self.count(size, settings) for pieces in frames for size in pieces.sizes)
+        return ProcessedItem({f"{name}_videos": array for name, array in _arrays(cut, settings).items()}, text, num)
 
 
 class MiniCPMOcr(MiniCPMV46):
