@@ -428,6 +428,42 @@ def minicpmv_frames(generator: torch.Generator) -> Arrays:
     }  # fmt: skip
 
 
+MINICPM_MARKS = dict(image_start_id=290, image_end_id=292, slice_start_id=293, slice_end_id=294, newline_id=295)
+
+
+def minicpmv47(**tokens: int) -> Any:
+    return tf.MiniCPMV4_7Config(
+        vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), insert_layer_id=1,
+        text_config=tf.Qwen3_5TextConfig(**QWEN3_5), **MINICPM_MARKS, **tokens,
+    )  # fmt: skip
+
+
+def canvas_slices(generator: torch.Generator) -> Arrays:
+    """Of two rows of two, or none."""
+    height, width = (4 * int(torch.randint(1, 4, (), generator=generator)) for _ in range(2))
+    sizes = [[8, 4]] + [[height, width]] * (4 * int(torch.randint(0, 2, (), generator=generator)))
+    pixels = rand(generator, 1, 3, 4, 4 * sum(one * other for one, other in sizes))
+    return {"pixel_values": pixels, "target_sizes": torch.tensor(sizes)}
+
+
+def canvas_frames(generator: torch.Generator) -> Arrays:
+    """One after another."""
+    sizes = [[8, 4], [4, 12], [4, 4]]
+    pixels = rand(generator, 1, 3, 4, 4 * sum(one * other for one, other in sizes))
+    return {"pixel_values_videos": pixels, "target_sizes_videos": torch.tensor(sizes)}
+
+
+def canvas_tokens(arrays: Arrays) -> list[int]:
+    start, end, slice_start, slice_end, newline = MINICPM_MARKS.values()
+    sizes = arrays["target_sizes" if "target_sizes" in arrays else "target_sizes_videos"]
+    first, *others = ([IMAGE] * (height * width // 16) for height, width in sizes.tolist())
+    if "target_sizes" not in arrays:
+        return [token for frame in (first, *others) for token in (start, *frame, end)]
+    slices = [token for number, one in enumerate(others)
+              for token in ([newline] if number == 2 else []) + [slice_start, *one, slice_end]]  # fmt: skip
+    return [start, *first, end, *slices]
+
+
 def minicpmv_tokens(arrays: Arrays) -> list[int]:
     """With marks between pieces."""
     num = len(arrays.get("packs", arrays["target_sizes"]))
@@ -708,6 +744,14 @@ FAMILIES: dict[str, Family] = {
                            "target_sizes_videos": torch.tensor([[4, 8]] * 2)},
         modality="video", joined_by={"pixel_values_videos": 3},
     ) for name, make in (("MiniCPMV4_6", tf.MiniCPMV4_6Config), ("MiniCPMOcr", tf.MiniCPMOcrConfig))},
+    "MiniCPMV4_7ForConditionalGeneration": Family(
+        lambda: minicpmv47(image_token_id=IMAGE, video_token_id=291), canvas_slices, joined_by={"pixel_values": 3},
+        written=canvas_tokens, types="mm",
+    ),
+    "MiniCPMV4_7ForConditionalGeneration video": Family(
+        lambda: minicpmv47(image_token_id=291, video_token_id=IMAGE), canvas_frames, modality="video",
+        joined_by={"pixel_values_videos": 3}, written=canvas_tokens, types="mm",
+    ),
     "MiniCPMV 2.5": minicpmv_family("2.5"),
     "MiniCPMV 2.6": minicpmv_family("2.6"),
     "MiniCPMV 4.0": minicpmv_family("4.0"),

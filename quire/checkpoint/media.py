@@ -34,6 +34,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE, VIDEO),
     "MiniCPMOcrForConditionalGeneration": (IMAGE, VIDEO),
+    "MiniCPMV4_7ForConditionalGeneration": (IMAGE, VIDEO),
     "MiniCPMV": (IMAGE, VIDEO),
     "JanusForConditionalGeneration": (IMAGE,),
     "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
@@ -86,6 +87,9 @@ _BOTH_WAYS = {
 # of whose videos some vectors may be left out
 _PRUNED = frozenset(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"))
 
+# in whose prompts slices of an image have positions on a canvas
+_CANVAS = frozenset(("MiniCPMV4_7ForConditionalGeneration",))
+
 # encoder-decoders whose encoder reads a text and what another encoder made of media in it
 _READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
 
@@ -111,6 +115,10 @@ def hears_speech(config: Mapping[str, Any]) -> bool:
 
 def prunes_video(config: Mapping[str, Any]) -> bool:
     return not _PRUNED.isdisjoint(config.get("architectures") or ())
+
+
+def has_canvas(config: Mapping[str, Any]) -> bool:
+    return not _CANVAS.isdisjoint(config.get("architectures") or ())
 
 
 def both_ways_of(config: Mapping[str, Any]) -> str:

@@ -271,6 +271,8 @@ class MediaInputs:
         )
         if self.family.tells_tokens:
             placed = tuple(_with_tokens(item, ids) for item in placed)
+        if self.family.reads_marks:
+            placed = tuple(_with_marks(item, ids) for item in placed)
         return Placed(text, tuple(ids), placed, order)
 
     def encoder_item(self, media: LoadedMedia) -> MediaItem:
@@ -306,6 +308,13 @@ def _cache(options: MultiModalConfig) -> ProcessorCache | SharedCache:
 def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mask: bytes) -> MediaItem:
     arrays = _sent(loaded.item) if loaded.sent is None else dict(loaded.sent)
     return MediaItem(modality=modality, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
+
+
+def _with_marks(item: MediaItem, ids: Sequence[int]) -> MediaItem:
+    """Named by the tokens of its range too: of a prompt with others, no prefix that ends within the item is taken."""
+    own = ids[item.offset : item.offset + item.length]
+    digest = hashlib.blake2b(struct.pack(f"<{len(own)}q", *own), digest_size=16).hexdigest()
+    return msgspec.structs.replace(item, key=f"{item.key}-{digest}")
 
 
 def _with_tokens(item: MediaItem, ids: Sequence[int]) -> MediaItem:

@@ -211,7 +211,10 @@ def test_the_second_question_costs_no_encoding(thorough: Served) -> None:
 
 def damaged(item: DrawnItem, more: int) -> DrawnItem:
     """So many places too many."""
-    written = (item.written + item.written[-1:] * max(more, 0))[: item.count + more]
+    written = item.written
+    if written:
+        last = max(at for at, token in enumerate(written) if token in NOT_SAID)
+        written = written[:last] + written[last : last + 1] * (1 + more) + written[last + 1 :]
     return DrawnItem(item.modality, item.arrays, item.count + more, written=written)
 
 

@@ -264,11 +264,20 @@ def minicpm(make: Any) -> Callable[[Tokenizer], Any]:
     )  # fmt: skip
 
 
+def minicpmv47(vocab: Tokenizer) -> Any:
+    marks = {"image_start_id": "<image>", "image_end_id": "</image>", "slice_start_id": "<slice>",
+             "slice_end_id": "</slice>", "newline_id": "Ċ"}  # fmt: skip
+    ids = {name: vocab.token_to_id(token) for name, token in marks.items()}
+    return minicpm(lambda **parts: tf.MiniCPMV4_7Config(**parts, **ids))(vocab)
+
+
 MINICPM = {"scale_resolution": 56, "patch_size": 7}
 CASES["minicpm-v 4.6"] = (
     minicpm(tf.MiniCPMV4_6Config), "MiniCPMV4_6ForConditionalGeneration", {}, MINICPM, "<|image_pad|>",
 )  # fmt: skip
 CASES["minicpm-v 4.6, video"] = (*CASES["minicpm-v 4.6"][:4], "<|video_pad|>")
+CASES["minicpm-v 4.7"] = (minicpmv47, "MiniCPMV4_7ForConditionalGeneration", {}, MINICPM, "<|image_pad|>")
+CASES["minicpm-v 4.7, video"] = (*CASES["minicpm-v 4.7"][:4], "<|video_pad|>")
 CASES["minicpm-ocr"] = (
     minicpm(tf.MiniCPMOcrConfig), "MiniCPMOcrForConditionalGeneration", {}, MINICPM, "<|image_pad|>",
 )  # fmt: skip
@@ -314,7 +323,7 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
         assert media.cache.hits
     known = {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
     ids = torch.tensor([output.prompt_token_ids])
-    if any("grid_thw" in key for key in known):
+    if any("grid_thw" in key for key in known) or "MiniCPMV4_7" in cls:
         is_media = (ids == vocab.token_to_id(f"<|{modality}_pad|>")) | (ids == vocab.token_to_id("<|image|>"))
         known["mm_token_type_ids"] = is_media.long() * (2 if modality == "video" else 1)
         known.pop("second_per_grid_ts", None)

@@ -205,6 +205,19 @@ def test_prompts_of_ids(tokenizer: Any, workers: MediaWorkers) -> None:
         owner.place(text + "<unk>", None, loaded, tokenizer)
 
 
+def test_items_whose_positions_follow_marks(tokenizer: Any, workers: MediaWorkers) -> None:
+    """Of 4.7: where other tokens stand between slices, an item has another key."""
+    own = make_family("MiniCPMV4_7Processor", ProcessorFiles(parts={"image": SMALL | {"patch_size": 7}}))
+    owner = media_inputs(own, workers)
+    loaded = LoadedMedia({"image": [LoadedItem(own.process("image", picture(330, 220), {}, 1), "key")]})
+    first, again = (owner.place(f"{text}<|image_pad|>", None, loaded, tokenizer) for text in ("a", "the image"))
+    assert first.items[0].key == again.items[0].key
+    ids = list(first.token_ids)
+    ids[ids.index(tokenizer.token_to_id("<slice>"))] = tokenizer.token_to_id("<image>")
+    other = owner.place(None, ids, loaded, tokenizer)
+    assert other.items[0].key != first.items[0].key and other.items[0].arrays == first.items[0].arrays
+
+
 # ---- videos ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +278,8 @@ def test_videos_of_later_releases() -> None:
     assert item.text == f"<image_id>0</image_id>{written}" and item.num_vectors == written.count(me.video_token)
     for name in ("pixel_values", "target_sizes"):
         np.testing.assert_array_equal(item.arrays[f"{name}_videos"], outputs[name])
+    later = make_family("MiniCPMV4_7Processor", ProcessorFiles(parts={"video": settings}))
+    assert later.process("video", Video(frames, [0, 1], 2.0, 2), {}, 1).text == written
     with pytest.raises(NotBuiltError, match="stack_frames other than 1 are not built"):
         ours.process("video", Video(frames, [0, 1], 2.0, 2), {"stack_frames": 4}, 1)
 

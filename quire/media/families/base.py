@@ -50,6 +50,7 @@ class Family(abc.ABC):
     mixes_modalities = True  # a prompt may have items of several
     counts_items = False  # an item alone in its prompt is processed differently
     tells_tokens = False  # the encoder is told the ids of an item's tokens that get vectors (TOKENS)
+    reads_marks = False  # positions of an item's vectors follow the tokens between them
     fixed: Collection[str] = ()  # settings of sizes that the number of vectors does not follow: a prompt keeps them
     prunes_video = False  # vectors of a video may be left out
     video_pruning_rate = 0.0  # as many of them

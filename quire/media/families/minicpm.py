@@ -275,6 +275,7 @@ class MiniCPMV46(_Sliced):
 
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     mode = "16x"
+    numbers_videos = True
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -319,10 +320,15 @@ class MiniCPMV46(_Sliced):
             raise NotBuiltError("stack_frames other than 1 are not built for this model", param="stack_frames")
         frames, cut = self._frames(video, settings)
         text = "".join(self._text(pieces, settings, self.feature("video")) for pieces in frames)
-        if settings.flag("use_image_id", True):
+        if self.numbers_videos and settings.flag("use_image_id", True):
             text = self._id(0) + text
         num = sum(self.count(size, settings) for pieces in frames for size in pieces.sizes)
         return ProcessedItem({f"{name}_videos": array for name, array in _arrays(cut, settings).items()}, text, num)
+
+
+class MiniCPMV47(MiniCPMV46):
+    reads_marks = True
+    numbers_videos = False
 
 
 class MiniCPMOcr(MiniCPMV46):
