@@ -37,14 +37,15 @@ def minicpmv_encoder(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         raise CheckpointError(f"vision_config must be a mapping, not {own!r:.60}", param="vision_config")
     vision = {name: own[name] if own.get(name) is not None else default for name, default in _VISION.items()}
     check_numbers(vision, _RANGES)
-    width, queries = raw.get("hidden_size"), raw.get("query_num")
+    width: Any = raw.get("hidden_size")
+    queries = raw.get("query_num")
     queries = _QUERIES if queries is None else queries
     check_numbers({"hidden_size": width or 0, "query_num": queries},
                   {"hidden_size": Range(1, 1 << 16), "query_num": Range(1, 1 << 12)})  # fmt: skip
     _check_divisors(vision, width)
     if raw.get("drop_vision_last_layer", True):
         vision["num_hidden_layers"] = max(1, vision["num_hidden_layers"] - 1)
-    _check_weights(vision, int(width))
+    _check_weights(vision, width)
     config = {
         "architectures": ["MiniCPMV"],
         "model_type": "idefics2",

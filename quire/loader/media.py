@@ -17,7 +17,7 @@ from quire.checkpoint.media import both_ways_of, has_canvas
 from quire.checkpoint.weight_files import find_weights
 from quire.layers.vector_places import runs_of_vectors
 from quire.models.build import read_arch
-from quire.models.canvas import Crop, Marks, canvas
+from quire.models.canvas import Crop, CanvasMarks, canvas
 from quire.models.mrope import VisionGrid, mrope
 from quire.ops.op import Kernels
 from quire.schema.errors import ConfigError, NotBuiltError
@@ -78,11 +78,11 @@ class CanvasEncoder(TowerEncoder):
 
     def __init__(self, tower: Tower, raw: Mapping[str, Any], num_channels: int) -> None:
         super().__init__(tower, raw, num_channels)
-        names = [f"{name}_id" for name in Marks._fields]
+        names = [f"{name}_id" for name in CanvasMarks._fields]
         if missing := [name for name in names if type(raw.get(name)) is not int]:
             raise ConfigError(f"config.json has no {missing[0]}, the id of a token: {raw.get(missing[0])!r:.60}",
                               param=missing[0])  # fmt: skip
-        self._marks = Marks(*(raw[name] for name in names))
+        self._marks = CanvasMarks(*(raw[name] for name in names))
         self._merge = 2 if raw.get("downsample_mode") == "4x" else 4
 
     def channels(self, prompt: Sequence[int], media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:

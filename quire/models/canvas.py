@@ -29,7 +29,7 @@ class Crop(NamedTuple):
     width: int
 
 
-class Marks(NamedTuple):
+class CanvasMarks(NamedTuple):
     image_start: int
     image_end: int
     slice_start: int
@@ -57,7 +57,7 @@ class Picture:
         return (num // columns, columns) if num % columns == 0 else (1, num)
 
 
-def canvas(ids: Sequence[int], crops: Sequence[Crop], marks: Marks) -> tuple[np.ndarray, int]:
+def canvas(ids: Sequence[int], crops: Sequence[Crop], marks: CanvasMarks) -> tuple[np.ndarray, int]:
     """[3, length] int64, and the shift of positions behind. Crops are in the order of their positions."""
     length = len(ids)
     known = np.empty((CHANNELS, length), np.int64)
@@ -75,7 +75,7 @@ def canvas(ids: Sequence[int], crops: Sequence[Crop], marks: Marks) -> tuple[np.
     return known, int(known.max()) + 1 - length
 
 
-def _pictures(ids: Sequence[int], crops: Sequence[Crop], marks: Marks) -> list[Picture]:
+def _pictures(ids: Sequence[int], crops: Sequence[Crop], marks: CanvasMarks) -> list[Picture]:
     pictures: list[Picture] = []
     before = 0
     for crop in crops:

@@ -11,11 +11,11 @@ import torch
 import transformers as tf
 
 from quire.loader.media import CanvasEncoder
-from quire.models.canvas import Crop, Marks, canvas
+from quire.models.canvas import Crop, CanvasMarks, canvas
 from quire.schema.errors import ConfigError
 from quire.schema.media import ArrayData, MediaItem
 
-MARKS = Marks(1, 2, 3, 4, 5)
+MARKS = CanvasMarks(1, 2, 3, 4, 5)
 VECTOR, WORDS = 9, range(20, 40)
 
 
