@@ -17,7 +17,7 @@ from quire.checkpoint.media import both_ways_of, has_canvas
 from quire.checkpoint.weight_files import find_weights
 from quire.layers.vector_places import runs_of_vectors
 from quire.models.build import read_arch
-from quire.models.canvas import Crop, CanvasMarks, canvas
+from quire.models.canvas import CanvasMarks, Crop, canvas
 from quire.models.mrope import VisionGrid, mrope
 from quire.ops.op import Kernels
 from quire.schema.errors import ConfigError, NotBuiltError

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from quire.loader.media import CanvasEncoder
-from quire.models.canvas import Crop, CanvasMarks, canvas
+from quire.models.canvas import CanvasMarks, Crop, canvas
 from quire.schema.errors import ConfigError
 from quire.schema.media import ArrayData, MediaItem
 
