@@ -40,7 +40,8 @@ PROCESSOR: dict[str, Any] = {
 
 class Tiny:
     def __init__(self, folder: Path) -> None:
-        write_tokenizer(folder, chat_template=TEMPLATE)
+        code = {"AutoTokenizer": [None, "tokenization_minicpmv_fast.MiniCPMVTokenizerFast"]}
+        write_tokenizer(folder, chat_template=TEMPLATE, tokenizer_class="MiniCPMVTokenizerFast", auto_map=code)
         vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.token = vocab.token_to_id("<unk>")
         numbers = TEXT | dict(vocab_size=vocab.get_vocab_size(), hidden_size=256, num_attention_heads=8, head_dim=32)
