@@ -22,8 +22,8 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
 SOURCES = "csrc/cpu"
-# A product and a sum are fused where the source says so: a compiler that decides for each copy of a template apart gives a
-# row other bits alone than beside others.
+# A product and a sum are fused only where the source says so. Left to the compiler, which decides it for each copy of a
+# template, a row has other bits alone than beside others.
 FLAGS = [
     "-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
     "-pthread",

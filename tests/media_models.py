@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.hf_models.gemma3n import VisionTower
 from quire.schema.media import ArrayData, MediaItem
-from tests import molmo_oracle
+from tests import minicpm_oracle, molmo_oracle
 from tests.tiny_models import VOCAB, write_tokenizer
 
 IMAGE = 300  # the token of media
@@ -448,6 +448,82 @@ def rename(folder: Path, names: dict[str, str]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def minicpmv(release: str, **over: Any) -> Callable[[], Any]:
+    """Heads that resample have 128 numbers, so the language model has two of them."""
+    text = {"2.6": tf.Qwen2Config, "4.5": tf.Qwen3Config}.get(release, tf.LlamaConfig)
+    own = {"head_dim": 32} if release == "4.5" else {}
+    return lambda: minicpm_oracle.Config(
+        release, text(**TEXT | dict(hidden_size=256, num_attention_heads=8), **own, **over), VISION
+    )
+
+
+def minicpmv_pieces(generator: torch.Generator) -> Arrays:
+    """An image as a whole, and two pieces of it."""
+    whole, piece = (torch.randint(2, 8, (2,), generator=generator).tolist() for _ in range(2))
+    sizes, patch = [whole, piece, piece], minicpm_oracle.PATCH
+    pixels = rand(generator, 1, 3, patch, patch * sum(height * width for height, width in sizes))
+    return {"pixel_values": pixels, "target_sizes": torch.tensor(sizes)}
+
+
+def minicpmv_frames(generator: torch.Generator) -> Arrays:
+    """Five frames, of which up to two are seen at once."""
+    size, patch = torch.randint(2, 6, (2,), generator=generator).tolist(), minicpm_oracle.PATCH
+    return {
+        "pixel_values": rand(generator, 1, 3, patch, patch * 5 * size[0] * size[1]),
+        "target_sizes": torch.tensor([size] * 5), "temporal_ids": torch.tensor([0, 3, 7, 10, 31]),
+        "packs": torch.tensor([2, 2, 1]),
+    }  # fmt: skip
+
+
+MINICPM_MARKS = dict(image_start_id=290, image_end_id=292, slice_start_id=293, slice_end_id=294, newline_id=295)
+
+
+def minicpmv47(**tokens: int) -> Any:
+    return tf.MiniCPMV4_7Config(
+        vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), insert_layer_id=1,
+        text_config=tf.Qwen3_5TextConfig(**QWEN3_5), **MINICPM_MARKS, **tokens,
+    )  # fmt: skip
+
+
+def canvas_slices(generator: torch.Generator) -> Arrays:
+    """Of two rows of two, or none."""
+    height, width = (4 * int(torch.randint(1, 4, (), generator=generator)) for _ in range(2))
+    sizes = [[8, 4]] + [[height, width]] * (4 * int(torch.randint(0, 2, (), generator=generator)))
+    pixels = rand(generator, 1, 3, 4, 4 * sum(one * other for one, other in sizes))
+    return {"pixel_values": pixels, "target_sizes": torch.tensor(sizes)}
+
+
+def canvas_frames(generator: torch.Generator) -> Arrays:
+    """One after another."""
+    sizes = [[8, 4], [4, 12], [4, 4]]
+    pixels = rand(generator, 1, 3, 4, 4 * sum(one * other for one, other in sizes))
+    return {"pixel_values_videos": pixels, "target_sizes_videos": torch.tensor(sizes)}
+
+
+def canvas_tokens(arrays: Arrays) -> list[int]:
+    start, end, slice_start, slice_end, newline = MINICPM_MARKS.values()
+    sizes = arrays["target_sizes" if "target_sizes" in arrays else "target_sizes_videos"]
+    first, *others = ([IMAGE] * (height * width // 16) for height, width in sizes.tolist())
+    if "target_sizes" not in arrays:
+        return [token for frame in (first, *others) for token in (start, *frame, end)]
+    slices = [token for number, one in enumerate(others)
+              for token in ([newline] if number == 2 else []) + [slice_start, *one, slice_end]]  # fmt: skip
+    return [start, *first, end, *slices]
+
+
+def minicpmv_tokens(arrays: Arrays) -> list[int]:
+    """With marks between pieces."""
+    num = len(arrays.get("packs", arrays["target_sizes"]))
+    return ([*[IMAGE] * minicpm_oracle.QUERIES, 17, 18] * num)[:-2]
+
+
+def minicpmv_family(release: str, **over: Any) -> Family:
+    return Family(
+        minicpmv(release, **over), minicpmv_pieces, joined_by={"pixel_values": 3}, written=minicpmv_tokens,
+        make=minicpm_oracle.MiniCPMV,
+    )  # fmt: skip
+
+
 IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(both(tf.LlavaConfig, clip, llama, image_token_index=IMAGE), square),
@@ -698,6 +774,38 @@ FAMILIES: dict[str, Family] = {
             text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
         lambda generator: {"pixel_values": rand(generator, 1, 3, 4, 4 * 32), "target_sizes": torch.tensor([[4, 8]])},
         joined_by={"pixel_values": 3},
+    ),
+    "MiniCPMOcrForConditionalGeneration": Family(
+        lambda: tf.MiniCPMOcrConfig(
+            vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), image_token_id=IMAGE,
+            text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 4, 4 * (32 + 2 * 24)),
+                           "target_sizes": torch.tensor([[4, 8], [6, 4], [6, 4]])},
+        joined_by={"pixel_values": 3},
+    ),
+    **{f"{name}ForConditionalGeneration video": Family(
+        lambda make=make: make(
+            vision_config=dict(**VISION, image_size=64, patch_size=4, insert_layer_id=1), image_token_id=291,
+            video_token_id=IMAGE, text_config=tf.Qwen3_5TextConfig(**QWEN3_5), insert_layer_id=1),
+        lambda generator: {"pixel_values_videos": rand(generator, 1, 3, 4, 4 * 64),
+                           "target_sizes_videos": torch.tensor([[4, 8]] * 2)},
+        modality="video", joined_by={"pixel_values_videos": 3},
+    ) for name, make in (("MiniCPMV4_6", tf.MiniCPMV4_6Config), ("MiniCPMOcr", tf.MiniCPMOcrConfig))},
+    "MiniCPMV4_7ForConditionalGeneration": Family(
+        lambda: minicpmv47(image_token_id=IMAGE, video_token_id=291), canvas_slices, joined_by={"pixel_values": 3},
+        written=canvas_tokens, types="mm",
+    ),
+    "MiniCPMV4_7ForConditionalGeneration video": Family(
+        lambda: minicpmv47(image_token_id=291, video_token_id=IMAGE), canvas_frames, modality="video",
+        joined_by={"pixel_values_videos": 3}, written=canvas_tokens, types="mm",
+    ),
+    "MiniCPMV 2.5": minicpmv_family("2.5"),
+    "MiniCPMV 2.6": minicpmv_family("2.6"),
+    "MiniCPMV 4.0": minicpmv_family("4.0"),
+    "MiniCPMV 4.5": minicpmv_family("4.5"),
+    "MiniCPMV video": Family(
+        minicpmv("4.5"), minicpmv_frames, modality="video", joined_by={"pixel_values": 3}, written=minicpmv_tokens,
+        make=minicpm_oracle.MiniCPMV,
     ),
     "JanusForConditionalGeneration": Family(
         both(tf.JanusConfig, lambda: tf.JanusVisionConfig(

@@ -32,7 +32,10 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "KimiVLForConditionalGeneration": (IMAGE,),
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
-    "MiniCPMV4_6ForConditionalGeneration": (IMAGE,),
+    "MiniCPMV4_6ForConditionalGeneration": (IMAGE, VIDEO),
+    "MiniCPMOcrForConditionalGeneration": (IMAGE, VIDEO),
+    "MiniCPMV4_7ForConditionalGeneration": (IMAGE, VIDEO),
+    "MiniCPMV": (IMAGE, VIDEO),
     "JanusForConditionalGeneration": (IMAGE,),
     "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
     "Idefics3ForConditionalGeneration": (IMAGE,),
@@ -70,7 +73,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "UltravoxModel", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
+    "UltravoxModel", "MiniCPMO", "DeepseekVLV2ForCausalLM",
     "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
@@ -84,6 +87,9 @@ _BOTH_WAYS = {
 
 # of whose videos some vectors may be left out
 _PRUNED = frozenset(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"))
+
+# in whose prompts slices of an image have positions on a canvas
+_CANVAS = frozenset(("MiniCPMV4_7ForConditionalGeneration",))
 
 # encoder-decoders whose encoder reads a text and what another encoder made of media in it
 _READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
@@ -110,6 +116,10 @@ def hears_speech(config: Mapping[str, Any]) -> bool:
 
 def prunes_video(config: Mapping[str, Any]) -> bool:
     return not _PRUNED.isdisjoint(config.get("architectures") or ())
+
+
+def has_canvas(config: Mapping[str, Any]) -> bool:
+    return not _CANVAS.isdisjoint(config.get("architectures") or ())
 
 
 def both_ways_of(config: Mapping[str, Any]) -> str:

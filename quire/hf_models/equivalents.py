@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.checkpoint.limits import Range, check_numbers
+from quire.hf_models.minicpm_config import minicpmv_encoder
 from quire.schema.errors import CheckpointError
 
 _MOST_PLACES = 4096  # in a row or column of an image
@@ -49,7 +50,10 @@ def _kimi_vl(raw: Mapping[str, Any]) -> Equivalent:
     return config, names
 
 
-_EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {"KimiVLForConditionalGeneration": _kimi_vl}
+_EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {
+    "KimiVLForConditionalGeneration": _kimi_vl,
+    "MiniCPMV": minicpmv_encoder,
+}
 
 
 def equivalent_of(raw: Mapping[str, Any]) -> Equivalent:

@@ -46,6 +46,7 @@ _OWN = Registry(
     {
         "Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers",
         "MolmoForCausalLM": "quire.hf_models.molmo:MolmoTowers",
+        "MiniCPMV": "quire.hf_models.minicpm:MiniCPMVTowers",
     },
 )
 # arrays whose names differ between processors and encoders, or between encoders of different transformers

@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.checkpoint.media import both_ways_of
+from quire.checkpoint.media import both_ways_of, has_canvas
 from quire.checkpoint.weight_files import find_weights
 from quire.layers.vector_places import runs_of_vectors
 from quire.models.build import read_arch
+from quire.models.canvas import CanvasMarks, Crop, canvas
 from quire.models.mrope import VisionGrid, mrope
 from quire.ops.op import Kernels
-from quire.schema.errors import NotBuiltError
-from quire.schema.media import KEPT, ArrayData, MediaItem
+from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.media import KEPT, SIZES, ArrayData, MediaItem
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -49,8 +50,8 @@ class TowerEncoder:
         """Take another's weights, in place."""
         self._tower.module.load_state_dict(other._tower.module.state_dict())
 
-    def channels(self, length: int, media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
-        return mrope(length, [grid for item in media for grid in self._grids(item)])
+    def channels(self, prompt: Sequence[int], media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
+        return mrope(len(prompt), [grid for item in media for grid in self._grids(item)])
 
     def _grids(self, item: MediaItem) -> list[VisionGrid]:
         """Those of its rows that a grid describes; embeddings have none and are as text."""
@@ -70,6 +71,33 @@ class TowerEncoder:
         if any(last - first != height * width for first, last in runs):
             raise ValueError(f"frames of {height} x {width} vectors stand at {runs[:4]}")
         return [VisionGrid(first, (1, height, width)) for first, _ in runs]  # frames with text between them
+
+
+class CanvasEncoder(TowerEncoder):
+    """Of MiniCPM-V 4.7."""
+
+    def __init__(self, tower: Tower, raw: Mapping[str, Any], num_channels: int) -> None:
+        super().__init__(tower, raw, num_channels)
+        names = [f"{name}_id" for name in CanvasMarks._fields]
+        if missing := [name for name in names if type(raw.get(name)) is not int]:
+            raise ConfigError(f"config.json has no {missing[0]}, the id of a token: {raw.get(missing[0])!r:.60}",
+                              param=missing[0])  # fmt: skip
+        self._marks = CanvasMarks(*(raw[name] for name in names))
+        self._merge = 2 if raw.get("downsample_mode") == "4x" else 4
+
+    def channels(self, prompt: Sequence[int], media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
+        return canvas(prompt, [crop for item in media for crop in self._crops(item)], self._marks)
+
+    def _crops(self, item: MediaItem) -> list[Crop]:
+        """Embeddings have no sizes and are as text."""
+        name = next((name for name in SIZES if name in item.arrays), None)
+        if name is None:
+            return []
+        sizes = (_array(item.arrays[name]).reshape(-1, 2) // self._merge).tolist()
+        runs = list(runs_of_vectors(item))
+        if len(runs) != len(sizes):
+            raise ValueError(f"{len(sizes)} grids of vectors stand in {len(runs)} places")
+        return [Crop(*run, *size) for run, size in zip(runs, sizes, strict=True)]
 
 
 def _array(source: ArrayData) -> np.ndarray:
@@ -96,4 +124,5 @@ def make_encoder(config: EngineConfig, kernels: Kernels) -> TowerEncoder | None:
     )  # fmt: skip
     layers = () if about.is_encoder_decoder else read_arch(about.hf_config).layers
     sections = next((len(layer.rope.sections) for layer in layers if layer.rope is not None), 0)
-    return TowerEncoder(tower, about.hf_config, sections)
+    kind = CanvasEncoder if has_canvas(about.hf_config) else TowerEncoder
+    return kind(tower, about.hf_config, sections)

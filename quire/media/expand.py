@@ -23,6 +23,8 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
     def token_to_id(self, token: str) -> int | None: ...
 
 
@@ -52,7 +54,8 @@ def expand_text(family: Family, text: str, items: Items) -> str:
     def replacement(match: re.Match[str]) -> str:
         modality = names[match[0]]
         used[modality] += 1
-        return items[modality][used[modality] - 1].text
+        number = used[modality] - 1
+        return family.numbered(modality, number, items[modality][number].text)
 
     return re.sub("|".join(map(re.escape, names)), replacement, text)
 
@@ -73,14 +76,27 @@ def begun(text: str, tokenizer: TextEncoder) -> str:
     return text if text.startswith(first) else first + text
 
 
-def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> list[int]:
-    """Ids that are expanded already, as transformers' processors write them, stay as they are."""
+def text_of(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> str | None:
+    """Of a prompt of ids where several tokens stand for an item: they may have merged with their neighbours, so the
+    prompt is expanded as a text. None: one token does, or the items are expanded already."""
+    written = [family.placeholders[modality] for modality in items]
+    if all(tokenizer.token_to_id(one) is not None for one in written) or _is_expanded(family, ids, items, tokenizer):
+        return None
+    return tokenizer.decode(ids)
+
+
+def _is_expanded(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> bool:
     expected, numbers = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()  # by tokens, which modalities may share
     for modality, several in items.items():
         tokens = _vector_tokens(family, modality, tokenizer)
         expected[tokens] += sum(item.num_vectors for item in several)
         numbers[tokens] += len(several)
-    if expected != numbers and all(sum(one in tokens for one in ids) == num for tokens, num in expected.items()):
+    return expected != numbers and all(sum(one in tokens for one in ids) == num for tokens, num in expected.items())
+
+
+def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> list[int]:
+    """Ids that are expanded already, as transformers' processors write them, stay as they are."""
+    if _is_expanded(family, ids, items, tokenizer):
         return list(ids)
     names = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
     for token, modality in names.items():
@@ -92,9 +108,10 @@ def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: Text
         if modality_here is None:
             out.append(one)
             continue
-        item = items[modality_here][used[modality_here]]
+        number = used[modality_here]
+        text = family.numbered(modality_here, number, items[modality_here][number].text)
         used[modality_here] += 1
-        out += tokenizer.encode(item.text, add_special_tokens=False)
+        out += tokenizer.encode(text, add_special_tokens=False)
     return out
 
 
@@ -107,7 +124,7 @@ def order_of(family: Family, prompt: str | Sequence[int], items: Items, tokenize
         names = {family.placeholders[modality]: modality for modality in items}
         order = [names[match[0]] for match in re.finditer("|".join(map(re.escape, names)), prompt)]
     else:
-        ids = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
+        ids = {tokenizer.token_to_id(family.placeholders[modality]): modality for modality in items}
         order = [ids[one] for one in prompt if one in ids]
     counts = {modality: len(several) for modality, several in items.items()}
     if any(order.count(modality) != count for modality, count in counts.items()):

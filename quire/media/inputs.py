@@ -20,7 +20,7 @@ import msgspec
 
 from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
-from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of
+from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of, text_of
 from quire.media.families import family_name, make_family
 from quire.media.families.base import BESIDE, TOKENS, Family, ProcessedItem, array_data
 from quire.media.settings import ProcessorFiles
@@ -247,6 +247,8 @@ class MediaInputs:
         add_special_tokens: bool = True,
     ) -> Placed:
         items = {modality: [one.item for one in several] for modality, several in media.items.items()}
+        if token_ids is not None and (written := text_of(self.family, token_ids, items, tokenizer)) is not None:
+            text, token_ids, add_special_tokens = written, None, False
         prompt = (text or "") if token_ids is None else token_ids
         order = media.order or order_of(self.family, prompt, items, tokenizer)
         if token_ids is None:
@@ -269,6 +271,8 @@ class MediaInputs:
         )
         if self.family.tells_tokens:
             placed = tuple(_with_tokens(item, ids) for item in placed)
+        if self.family.reads_marks:
+            placed = tuple(_with_marks(item, ids) for item in placed)
         return Placed(text, tuple(ids), placed, order)
 
     def encoder_item(self, media: LoadedMedia) -> MediaItem:
@@ -304,6 +308,13 @@ def _cache(options: MultiModalConfig) -> ProcessorCache | SharedCache:
 def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mask: bytes) -> MediaItem:
     arrays = _sent(loaded.item) if loaded.sent is None else dict(loaded.sent)
     return MediaItem(modality=modality, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
+
+
+def _with_marks(item: MediaItem, ids: Sequence[int]) -> MediaItem:
+    """Named by the tokens of its range too: of a prompt with others, no prefix that ends within the item is taken."""
+    own = ids[item.offset : item.offset + item.length]
+    digest = hashlib.blake2b(struct.pack(f"<{len(own)}q", *own), digest_size=16).hexdigest()
+    return msgspec.structs.replace(item, key=f"{item.key}-{digest}")
 
 
 def _with_tokens(item: MediaItem, ids: Sequence[int]) -> MediaItem:

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from quire.sched.adapter import LoadedAdapter
 from quire.sched.kv_cache import Holding
 from quire.sched.repetition import Repetition
-from quire.schema.media import KEPT, MediaItem
+from quire.schema.media import KEPT, SIZES, MediaItem
 from quire.schema.messages import EngineRequest, FinishReason
 from quire.schema.params import PoolingParams, sampling_of
 from quire.schema.stats import RequestTimes
@@ -145,7 +145,7 @@ def described(media: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
     """Without the arrays that only an encoder reads."""
     return tuple([
         replace(item, arrays={name: array for name, array in item.arrays.items()
-                              if name == KEPT or len(array.data) <= SMALL})
+                              if name == KEPT or name in SIZES or len(array.data) <= SMALL})
         for item in media
     ])  # fmt: skip
 

@@ -10,6 +10,8 @@ import msgspec
 
 KEPT = "kept_vectors"  # the array of an item that has some of its encoder's vectors only: their numbers
 
+SIZES = ("target_sizes", "target_sizes_videos")  # arrays of an item: heights and widths of its parts, in patches
+
 
 class ArrayData(msgspec.Struct, frozen=True):
     """An array as bytes."""

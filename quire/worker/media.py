@@ -43,8 +43,8 @@ class MediaEncoder(Protocol):
         """[n, width of the embedding], on the device of the model."""
         ...
 
-    def channels(self, length: int, media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
-        """Channels [C, length] of a prompt's positions, and what later positions are moved by."""
+    def channels(self, prompt: Sequence[int], media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
+        """Channels [C, length] of the positions of a prompt of these ids, and what later positions are moved by."""
         ...
 
     def reload(self, other: Any) -> None:
@@ -81,7 +81,7 @@ class OwnEncoder:
         vectors = self._tower.encode(modality, arrays)
         return self._model.encode_item("text", {"token_ids": arrays["token_ids"], "vectors": vectors})
 
-    def channels(self, length: int, media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
+    def channels(self, prompt: Sequence[int], media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
         raise NotImplementedError("positions of an encoder-decoder have one channel")
 
     def reload(self, other: Any) -> None:
@@ -137,7 +137,7 @@ class WorkerMedia:
         for item in row.media if self._embeds else ():
             extras.place(row.request_id, places_of_vectors(item), item.key)
         if self._encoder is not None and self._encoder.num_channels:
-            known, shift = self._encoder.channels(row.num_prompt_tokens, row.media)
+            known, shift = self._encoder.channels(row.token_ids[: row.num_prompt_tokens], row.media)
             extras.set_channels(row.request_id, known, shift)
         if self._both_ways == PROMPT:
             extras.set_both_ways(row.request_id, ((0, row.num_prompt_tokens),), past_window=True)

@@ -24,6 +24,7 @@ FAMILIES = (
     "PaliGemmaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Molmo2ForConditionalGeneration",
     "Gemma3nForConditionalGeneration", "Gemma3nForConditionalGeneration audio",
     "MolmoForCausalLM", "MolmoForCausalLM experts",
+    "MiniCPMV 2.6", "MiniCPMV video",
 )  # fmt: skip
 
 

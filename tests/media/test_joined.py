@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import MOLMO, SPECIAL, write_tokenizer
-from tests.media_models import without_timm
+from tests.media_models import QWEN3_5, without_timm
 from tests.server.live import live
 
 NUM = 6
@@ -255,6 +255,33 @@ CASES["molmo 2"] = (molmo2, "Molmo2ForConditionalGeneration", {}, MOLMO_2, "<|im
 CASES["molmo 2, video"] = (*CASES["molmo 2"][:4], "<|video|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
 
+
+def minicpm(make: Any) -> Callable[[Tokenizer], Any]:
+    return lambda vocab: make(
+        vision_config=dict(**VISION, image_size=70, patch_size=7), insert_layer_id=1,
+        text_config=tf.Qwen3_5TextConfig(**QWEN3_5 | text(vocab, num_hidden_layers=3)),
+        image_token_id=vocab.token_to_id("<|image_pad|>"), video_token_id=vocab.token_to_id("<|video_pad|>"),
+    )  # fmt: skip
+
+
+def minicpmv47(vocab: Tokenizer) -> Any:
+    marks = {"image_start_id": "<image>", "image_end_id": "</image>", "slice_start_id": "<slice>",
+             "slice_end_id": "</slice>", "newline_id": "Ċ"}  # fmt: skip
+    ids = {name: vocab.token_to_id(token) for name, token in marks.items()}
+    return minicpm(lambda **parts: tf.MiniCPMV4_7Config(**parts, **ids))(vocab)
+
+
+MINICPM = {"scale_resolution": 56, "patch_size": 7}
+CASES["minicpm-v 4.6"] = (
+    minicpm(tf.MiniCPMV4_6Config), "MiniCPMV4_6ForConditionalGeneration", {}, MINICPM, "<|image_pad|>",
+)  # fmt: skip
+CASES["minicpm-v 4.6, video"] = (*CASES["minicpm-v 4.6"][:4], "<|video_pad|>")
+CASES["minicpm-v 4.7"] = (minicpmv47, "MiniCPMV4_7ForConditionalGeneration", {}, MINICPM, "<|image_pad|>")
+CASES["minicpm-v 4.7, video"] = (*CASES["minicpm-v 4.7"][:4], "<|video_pad|>")
+CASES["minicpm-ocr"] = (
+    minicpm(tf.MiniCPMOcrConfig), "MiniCPMOcrForConditionalGeneration", {}, MINICPM, "<|image_pad|>",
+)  # fmt: skip
+
 GEMMA_3N = {"size": {"height": 64, "width": 64}, "do_normalize": False, "feature_size": 16}
 CASES["gemma 3n"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<image_soft_token>")
 CASES["gemma 3n, audio"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<audio_soft_token>")
@@ -296,7 +323,7 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
         assert media.cache.hits
     known = {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
     ids = torch.tensor([output.prompt_token_ids])
-    if any("grid_thw" in key for key in known):
+    if any("grid_thw" in key for key in known) or "MiniCPMV4_7" in cls:
         is_media = (ids == vocab.token_to_id(f"<|{modality}_pad|>")) | (ids == vocab.token_to_id("<|image|>"))
         known["mm_token_type_ids"] = is_media.long() * (2 if modality == "video" else 1)
         known.pop("second_per_grid_ts", None)

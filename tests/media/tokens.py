@@ -19,6 +19,7 @@ SPECIAL = (
     "<IMG_ROW>", "<IMG_END>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
     "<audio_soft_token>", "<start_of_audio>", "<end_of_audio>",
+    "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>",
     *MOLMO,
 )  # fmt: skip
 CORPUS = ["What is shown here?\n\nDescribe the image, then the next.\n", "USER: hello\nASSISTANT: a picture\n\n\n"] * 8

@@ -50,6 +50,7 @@ class Family(abc.ABC):
     mixes_modalities = True  # a prompt may have items of several
     counts_items = False  # an item alone in its prompt is processed differently
     tells_tokens = False  # the encoder is told the ids of an item's tokens that get vectors (TOKENS)
+    reads_marks = False  # positions of an item's vectors follow the tokens between them
     fixed: Collection[str] = ()  # settings of sizes that the number of vectors does not follow: a prompt keeps them
     prunes_video = False  # vectors of a video may be left out
     video_pruning_rate = 0.0  # as many of them
@@ -70,6 +71,10 @@ class Family(abc.ABC):
     def written(self, modality: str, number: int) -> str:
         """What stands for the item with this number (from 1) in a message whose content is a string."""
         return self.placeholders[modality]
+
+    def numbered(self, modality: str, number: int, text: str) -> str:
+        """The text of an item with this number (from 0) among those of its modality."""
+        return text
 
     def embeds_text(self, modality: str, num: int) -> str:
         """What stands for so many vectors that were given in place of an item."""

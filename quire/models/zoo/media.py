@@ -71,6 +71,7 @@ OWN_TYPES = Registry(
         "deepseek_ocr2_text": "quire.models.zoo.deepseek:deepseek_ocr",
         "molmo": "quire.models.zoo.olmo:molmo",
         "molmo2_text": "quire.models.zoo.olmo:molmo2_text",
+        "minicpmv": "quire.models.zoo.minicpm:minicpmv",
     },
 )
 # what these language models do whatever their configuration says of it
