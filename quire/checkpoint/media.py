@@ -30,6 +30,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "VideoLlama3ForConditionalGeneration": (IMAGE,),
     "Kimi_K25ForConditionalGeneration": (IMAGE,),
     "KimiVLForConditionalGeneration": (IMAGE,),
+    "DeepseekVLV2ForCausalLM": (IMAGE,),
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE,),
@@ -69,7 +70,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "UltravoxModel", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
+    "UltravoxModel", "MiniCPMV", "MiniCPMO",
     "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a

@@ -1,4 +1,4 @@
-"""Architectures that transformers lacks, whose encoder one of its classes is, under other names.
+"""Architectures that transformers lacks, whose encoder one of its classes is, under other names, or a class of ours.
 
 In: the raw config.json. Out: the configuration of that class, and the names of the encoder's tensors in checkpoints, as
 patterns, with those that the class has for them. The language model is declared elsewhere. Must not know: files.
@@ -49,7 +49,17 @@ def _kimi_vl(raw: Mapping[str, Any]) -> Equivalent:
     return config, names
 
 
-_EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {"KimiVLForConditionalGeneration": _kimi_vl}
+def _deepseek_vl2(raw: Mapping[str, Any]) -> Equivalent:
+    """A class of ours, which needs no more than the sizes of its parts."""
+    from quire.hf_models.deepseek_sizes import vl2_sizes  # lazy
+
+    return {"architectures": ["DeepseekVLV2ForCausalLM"], **vl2_sizes(raw)}, {}
+
+
+_EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {
+    "KimiVLForConditionalGeneration": _kimi_vl,
+    "DeepseekVLV2ForCausalLM": _deepseek_vl2,
+}
 
 
 def equivalent_of(raw: Mapping[str, Any]) -> Equivalent:

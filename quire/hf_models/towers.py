@@ -41,7 +41,10 @@ _CODES = (
 
 
 # classes of the encoders alone, where that of the whole cannot be made
-_OWN = Registry("encoder", {"Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers"})
+_OWN = Registry("encoder", {
+    "Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers",
+    "DeepseekVLV2ForCausalLM": "quire.hf_models.deepseek_vl2:DeepseekVL2Towers",
+})  # fmt: skip
 # arrays whose names differ between processors and encoders, or between encoders of different transformers
 _ARGUMENTS = dict.fromkeys(("image_patches", "pixel_values_images", "pixel_values_videos"), "pixel_values")
 
@@ -238,8 +241,8 @@ def load_tower(
 ) -> Tower:
     """`is_dummy`: the weights are random."""
     raw, names = equivalent_of(raw)
-    config = config_of(raw, path, False)
     own = next((name for name in raw.get("architectures") or () if name in _OWN), None)
+    config = config_of(raw, path, False, None if own is None else _OWN.get(own))
     kind = class_of(raw, config, path, False) if own is None else _OWN.get(own)
     _without_layers(config)
     _without_quantization(config)
