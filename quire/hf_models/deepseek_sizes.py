@@ -49,22 +49,24 @@ def vl2_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     width, inner = vision["width"], projector["n_embed"] * projector["mlp_ratio"]
     check_weights(
-        vision["layers"] * width * (4 * width + 2 * int(width * ratio)) + (places + 3 * vision["patch_size"] ** 2) * width
-        + width * projector["downsample_ratio"] ** 2 * inner + (projector["depth"] - 1) * inner * inner
-    )  # fmt: skip
+        vision["layers"] * width * (4 * width + 2 * int(width * ratio))
+        + (places + 3 * vision["patch_size"] ** 2) * width
+        + width * projector["downsample_ratio"] ** 2 * inner
+        + (projector["depth"] - 1) * inner * inner
+    )
     return {"vision_config": vision, "projector_config": projector, "is_whole_first": _position(raw) == "head"}
 
 
 def _refuse_others(raw: Mapping[str, Any], vision: Mapping[str, Any], projector: Mapping[str, Any]) -> None:
     """What the released code knows and no released checkpoint has."""
-    wanted: tuple[tuple[str, Any, Any], ...] = (
+    parts: tuple[tuple[str, Any, Any], ...] = (
         ("projector_type", projector.get("projector_type", "downsample_mlp_gelu"), "downsample_mlp_gelu"),
         ("token_pooling", projector.get("token_pooling") or False, False),
         ("class_token", vision.get("class_token") or False, False),
         ("ignore_head", vision.get("ignore_head", True), True),
         ("tile_tag", raw.get("tile_tag", "2D"), "2D"),
     )
-    for name, value, built in wanted:
+    for name, value, built in parts:
         if value != built:
             raise NotBuiltError(f"DeepSeek-VL2 with {name} = {shown(value)} is not built: {built!r} is", param=name)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 _EPS = 1e-6
 
 
-class Attention(nn.Module):
+class SiglipAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         return out
 
 
-class Mlp(nn.Module):
+class SiglipMlp(nn.Module):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, inner)
@@ -43,13 +43,13 @@ class Mlp(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class SiglipBlock(nn.Module):
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=_EPS)
-        self.attn = Attention(width, heads)
+        self.attn = SiglipAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=_EPS)
-        self.mlp = Mlp(width, inner)
+        self.mlp = SiglipMlp(width, inner)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attn(self.norm1(hidden))
@@ -57,7 +57,7 @@ class Block(nn.Module):
         return out
 
 
-class PatchEmbed(nn.Module):
+class SiglipPatches(nn.Module):
     """Pixels beyond the last whole patch are not seen."""
 
     def __init__(self, width: int, patch: int) -> None:
@@ -74,10 +74,10 @@ class SiglipEncoder(nn.Module):
         super().__init__()
         width, self.side = int(sizes["width"]), int(sizes["image_size"])
         self.num = (self.side // sizes["patch_size"]) ** 2
-        self.patch_embed = PatchEmbed(width, sizes["patch_size"])
+        self.patch_embed = SiglipPatches(width, sizes["patch_size"])
         self.pos_embed = nn.Parameter(torch.empty(1, self.num, width))
         inner = int(width * sizes["mlp_ratio"])
-        self.blocks = nn.ModuleList([Block(width, sizes["heads"], inner) for _ in range(sizes["layers"])])
+        self.blocks = nn.ModuleList([SiglipBlock(width, sizes["heads"], inner) for _ in range(sizes["layers"])])
         self.norm = nn.LayerNorm(width, eps=_EPS)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class SiglipEncoder(nn.Module):
         return out
 
 
-class Projector(nn.Module):
+class SquareProjector(nn.Module):
     """Squares of vectors side by side, each dimension of all of them next to each other, through a perceptron."""
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ class DeepseekVL2Towers(PreTrainedModel):
         width = int(sizes["projector_config"]["n_embed"])
         self.is_whole_first = bool(sizes["is_whole_first"])
         self.vision = SiglipEncoder(sizes["vision_config"])
-        self.projector = Projector(sizes["projector_config"])
+        self.projector = SquareProjector(sizes["projector_config"])
         self.image_newline = nn.Parameter(torch.empty(width))
         self.view_seperator = nn.Parameter(torch.empty(width))
         self.post_init()

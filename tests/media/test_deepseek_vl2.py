@@ -1,5 +1,5 @@
-"""Images of DeepSeek-VL2 beside Pillow's own padding and torch's arithmetic, as the released processor calls them: equal
-to the last bit. And both ends together: a picture through LLM.generate says what the model in plain torch says."""
+"""Images of DeepSeek-VL2 beside Pillow's own padding and torch's arithmetic, as the released processor calls them:
+equal to the last bit. And both ends together: pictures through LLM.generate, beside the model in plain torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def views(image: Image.Image, count: int, mean: list[float], std: list[float]) -
 @pytest.mark.parametrize(("mean", "std"), [([0.5] * 3, [0.5] * 3), ([0.48, 0.45, 0.4], [0.26, 0.25, 0.27])])
 def test_pixels_equal_pillow_and_torch(count: int, mean: list[float], std: list[float]) -> None:
     family, grids = family_of(image_mean=mean, image_std=std), set[tuple[int, ...]]()
-    for width, height in (*SIZES, (57, 112), (113, 56), (3, 400), (100, 1)):
+    for width, height in (*SIZES, (57, 112), (113, 56), (4, 400), (100, 1)):
         ours = family.process("image", picture(width, height), {}, count)
         expected, grid = views(picture(width, height), count, mean, std)
         assert ours.arrays["images_spatial_crop"].tolist() == [grid]
@@ -104,13 +104,18 @@ def test_words_equal_the_model_in_torch(count: int, tmp_path: Path) -> None:
     special = [vocab.token_to_id(one) for one in SPECIAL]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True,
                             logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
+    user = [*[{"type": "image_pil", "image_pil": image} for image in images], {"type": "text", "text": "What? "}]
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+        (chat,) = llm.chat([{"role": "user", "content": user}], params, use_tqdm=False)
         text = "<image>\n".join(["What is ", *["and "] * (count - 1), "shown?"])
         prompt = {"prompt": text, "multi_modal_data": {"image": images}}
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         media = llm.llm_engine.front.inputs.media
         arrays = [one.item.arrays for one in media.loaded(media.load({"image": images})).items["image"]]
         alone = media.loaded(media.load({"image": images[:1]})).items["image"][0].item.arrays
+    ends = vocab.encode("\nWhat?\n\n<|Assistant|>:", add_special_tokens=False).ids
+    assert chat.prompt_token_ids[0] == vocab.token_to_id("<s>") and chat.prompt_token_ids[-len(ends) :] == ends
+    assert chat.prompt_token_ids.count(model.image_token) == output.prompt_token_ids.count(model.image_token)
     grids = [one["images_spatial_crop"].tolist()[0] for one in arrays]
     assert grids == [[1, 2], [2, 1]][:count] if count < 3 else grids == [[1, 1]] * 3
     assert np.array(alone["images_spatial_crop"]).tolist() == [[1, 2]]  # kept apart from that of a prompt of three
@@ -121,7 +126,7 @@ def test_words_equal_the_model_in_torch(count: int, tmp_path: Path) -> None:
         ids = torch.tensor([[*output.prompt_token_ids, *answer]])
         logits = model(ids, **inputs).logits[0]
         other = model(ids, **inputs | {"pixel_values": -inputs["pixel_values"]}).logits[0]
-    logits[:, special] = -torch.inf
+        logits[:, special] = -torch.inf
     start = len(output.prompt_token_ids) - 1
     assert logits[start:-1].argmax(-1).tolist() == answer
     assert float((other[start] - logits[start])[answer[0]].abs()) > 1e-3  # the images matter
