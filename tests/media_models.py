@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.hf_models.gemma3n import VisionTower
 from quire.schema.media import ArrayData, MediaItem
-from tests import deepseek_vl2
+from tests import deepseek_ocr, deepseek_vl2
 from tests.tiny_models import VOCAB, write_tokenizer
 
 IMAGE = 300  # the token of media
@@ -643,6 +643,10 @@ FAMILIES: dict[str, Family] = {
     "DeepseekVLV2ForCausalLM base": Family(
         lambda: deepseek_vl2.config("base", global_view_pos="tail"), deepseek_vl2.drawn, written=deepseek_vl2.tokens,
         make=deepseek_vl2.Oracle,
+    ),
+    "DeepseekOCRForCausalLM": Family(
+        deepseek_ocr.config, deepseek_ocr.drawn, written=deepseek_ocr.tokens, join=deepseek_ocr.several,
+        make=deepseek_ocr.Oracle,
     ),
     "QianfanOCRForConditionalGeneration": Family(
         both(tf.QianfanOCRConfig, lambda: tf.QianfanOCRVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),

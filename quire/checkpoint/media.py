@@ -31,6 +31,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "Kimi_K25ForConditionalGeneration": (IMAGE,),
     "KimiVLForConditionalGeneration": (IMAGE,),
     "DeepseekVLV2ForCausalLM": (IMAGE,),
+    "DeepseekOCRForCausalLM": (IMAGE,),
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE,),

@@ -141,14 +141,9 @@ class DeepseekVL2Towers(PreTrainedModel):
         if len(pixel_values) != 1 + rows * columns:
             raise ValueError(f"{len(pixel_values)} pictures for the whole image and a grid of {rows}x{columns} tiles")
         squares = self.projector(self.vision(pixel_values))
-        whole, border = self.with_ends(squares[0]), self.view_seperator[None]
-        tiles = self.with_ends(joined(squares[1:], rows, columns))
+        whole, border = with_ends(squares[0], self.image_newline), self.view_seperator[None]
+        tiles = with_ends(joined(squares[1:], rows, columns), self.image_newline)
         return torch.cat((whole, border, tiles) if self.is_whole_first else (tiles, border, whole))
-
-    def with_ends(self, square: Tensor) -> Tensor:
-        """[rows, columns, width] -> [rows * (columns + 1), width]: a vector ends each row."""
-        rows, _, width = square.shape
-        return torch.cat((square, self.image_newline.expand(rows, 1, width)), 1).reshape(-1, width)
 
 
 def joined(tiles: Tensor, rows: int, columns: int) -> Tensor:
@@ -156,3 +151,9 @@ def joined(tiles: Tensor, rows: int, columns: int) -> Tensor:
     _, tall, wide, width = tiles.shape
     grid = tiles.view(rows, columns, tall, wide, width).transpose(1, 2)
     return grid.reshape(rows * tall, columns * wide, width)
+
+
+def with_ends(square: Tensor, end: Tensor) -> Tensor:
+    """[rows, columns, width] -> [rows * (columns + 1), width]: a vector ends each row."""
+    rows, _, width = square.shape
+    return torch.cat((square, end.expand(rows, 1, width)), 1).reshape(-1, width)

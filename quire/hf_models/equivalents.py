@@ -56,9 +56,31 @@ def _deepseek_vl2(raw: Mapping[str, Any]) -> Equivalent:
     return {"architectures": ["DeepseekVLV2ForCausalLM"], **vl2_sizes(raw)}, {}
 
 
+def _deepseek_ocr(raw: Mapping[str, Any]) -> Equivalent:
+    """A class of ours around the SAM of transformers' DeepSeek-OCR 2."""
+    from quire.hf_models.deepseek_sizes import ocr_sizes  # lazy
+
+    old, new = r"^model\.sam_model\.", "model.sam_model."
+    names = {
+        rf"{old}blocks\.(\d+)\.norm1\.": rf"{new}layers.\1.layer_norm1.",
+        rf"{old}blocks\.(\d+)\.norm2\.": rf"{new}layers.\1.layer_norm2.",
+        rf"{old}blocks\.(\d+)\.attn\.": rf"{new}layers.\1.attn.",
+        rf"{old}blocks\.(\d+)\.mlp\.": rf"{new}layers.\1.mlp.",
+        rf"{old}patch_embed\.proj\.": f"{new}patch_embed.projection.",
+        rf"{old}neck\.0\.": f"{new}neck.conv1.",
+        rf"{old}neck\.1\.": f"{new}neck.layer_norm1.",
+        rf"{old}neck\.2\.": f"{new}neck.conv2.",
+        rf"{old}neck\.3\.": f"{new}neck.layer_norm2.",
+        rf"{old}net_2\.": f"{new}proj.conv1.",
+        rf"{old}net_3\.": f"{new}proj.conv2.",
+    }
+    return {"architectures": ["DeepseekOCRForCausalLM"], **ocr_sizes(raw)}, names
+
+
 _EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {
     "KimiVLForConditionalGeneration": _kimi_vl,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
+    "DeepseekOCRForCausalLM": _deepseek_ocr,
 }
 
 

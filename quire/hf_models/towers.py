@@ -44,6 +44,7 @@ _CODES = (
 _OWN = Registry("encoder", {
     "Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers",
     "DeepseekVLV2ForCausalLM": "quire.hf_models.deepseek_vl2:DeepseekVL2Towers",
+    "DeepseekOCRForCausalLM": "quire.hf_models.deepseek_ocr:DeepseekOcrTowers",
 })  # fmt: skip
 # arrays whose names differ between processors and encoders, or between encoders of different transformers
 _ARGUMENTS = dict.fromkeys(("image_patches", "pixel_values_images", "pixel_values_videos"), "pixel_values")

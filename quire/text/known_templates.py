@@ -15,7 +15,8 @@ _DEEPSEEK_VL2 = (
     "{% else %}{{ '<|User|>: ' + text | trim + '\\n\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|Assistant|>:{% endif %}"
 )
-_TEMPLATES = {"DeepseekVLV2ForCausalLM": _DEEPSEEK_VL2}
+_DEEPSEEK_OCR = "{{ bos_token }}{% for message in messages %}" + _TEXT + "{{ text | trim }}{% endfor %}"
+_TEMPLATES = {"DeepseekVLV2ForCausalLM": _DEEPSEEK_VL2, "DeepseekOCRForCausalLM": _DEEPSEEK_OCR}
 
 
 def known_template(architectures: Any) -> str | None:

@@ -23,7 +23,7 @@ FAMILIES = (
     "Gemma3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration", "Qwen2VLForConditionalGeneration video",
     "PaliGemmaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Molmo2ForConditionalGeneration",
     "Gemma3nForConditionalGeneration", "Gemma3nForConditionalGeneration audio",
-    "DeepseekVLV2ForCausalLM", "DeepseekVLV2ForCausalLM small",
+    "DeepseekVLV2ForCausalLM", "DeepseekVLV2ForCausalLM small", "DeepseekOCRForCausalLM",
 )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ THOROUGH = (
     "PaliGemmaForConditionalGeneration", "Ovis2ForConditionalGeneration", "Phi4MultimodalForCausalLM",
     "Gemma3nForConditionalGeneration audio",
     "Molmo2ForConditionalGeneration", "DeepseekVLV2ForCausalLM", "DeepseekVLV2ForCausalLM small",
+    "DeepseekOCRForCausalLM",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ FAMILIES = Registry(
         "QianfanOCRProcessor": _PLACE + "tiles:QianfanOCR",
         "KimiVLProcessor": _PLACE + "kimi:KimiVL",
         "Kimi_K25Processor": _PLACE + "kimi:KimiK25",
-        "DeepseekVLV2Processor": _PLACE + "deepseek:DeepseekVL2",
+        "DeepseekVLV2Processor": _PLACE + "deepseek:deepseek_family",
         "Glm4vProcessor": _PLACE + "glm:Glm4v",
         "Glm46VProcessor": _PLACE + "glm:Glm46V",
         "Gemma3Processor": _PLACE + "gemma:Gemma3",

@@ -1,4 +1,5 @@
-"""DeepSeek-VL2: an image whole on a square, and on the canvas of tiles that keeps most of it; grey around both."""
+"""DeepSeek-VL2: an image whole on a square, and on the canvas of tiles that keeps most of it; grey around both.
+DeepSeek-OCR: an image whole on a square, and stretched over a grid of tiles if it is larger than one."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ _SIDE = 384
 _MOST_SIDE = 4096
 _MOST_CHOICES = 1024
 _MOST_TILES = 9
+_MOST_CROPS = 64
 _STEPS = {"image_mean": HALF, "image_std": HALF, "normalize": True, "patch_size": 14, "downsample_ratio": 2}
 
 
@@ -65,6 +67,71 @@ class DeepseekVL2(Family):
         }
         num = self.num * (self.num + 1) + 1 + rows * self.num * (columns * self.num + 1)
         return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+
+class DeepseekOcr(Family):
+    """The rows of the tiles, then the whole image row by row, then an end. Modes are settings: Tiny, Small, Base and
+    Large have no crop_mode and a base_size and image_size of 512, 640, 1024 and 1280; Gundam is the default."""
+
+    placeholders = {"image": "<image>"}
+    fixed = ("patch_size", "downsample_ratio")
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        side = Settings(files.vision).whole("image_size", 1024, high=_MOST_SIDE)
+        defaults = {
+            **_STEPS, "patch_size": 16, "downsample_ratio": 4, "base_size": side, "image_size": side * 5 // 8,
+            "crop_mode": True, "min_crops": 2, "max_crops": 6,
+        }  # fmt: skip
+        self.image = own_settings(defaults, files)
+        self._own["image"] = self.image
+        self.patch = self.image.whole("patch_size", high=side)
+        self.ratio = self.image.whole("downsample_ratio", high=64)
+        self.most = side * 5 // 4  # the encoder's attention grows with the fourth power
+        self.distorted = side * 5 // 8  # a square up to this size is filled
+
+    def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        import numpy as np  # lazy
+
+        if modality != "image":
+            raise self.refuse(modality)
+        settings = self.image.over(options)
+        base, side = (settings.whole(name, low=self.patch, high=self.most) for name in ("base_size", "image_size"))
+        crops, levels, around = settings.flag("crop_mode", True), levels_of(settings), grey(settings)
+        rows, columns = self._grid(value, settings, side) if crops and max(value.size) > side else (1, 1)
+        tiles = rows * columns if rows * columns > 1 else 0
+        check_crops([(base, base), *[(side, side)] * tiles], "max_crops")
+        if not crops and side <= self.distorted:
+            whole = pixels.planes(pixels.resize(value, (base, base), BICUBIC))
+        else:
+            whole = padded(value, (base, base), around)
+        arrays = {
+            "pixel_values": levels.apply(whole[None]),
+            "images_spatial_crop": np.array([[columns, rows]], np.int64),
+        }
+        if tiles:
+            large = pixels.planes(pixels.resize(value, (rows * side, columns * side), BICUBIC))
+            arrays["images_crop"] = levels.apply(np.stack(pixels.tiles(large, (side, side))))
+        num = self._squares(base) * (self._squares(base) + 1) + 1
+        if tiles:
+            num += rows * self._squares(side) * (columns * self._squares(side) + 1)
+        return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+    def _squares(self, side: int) -> int:
+        return math.ceil((side // self.patch) / self.ratio)
+
+    def _grid(self, image: Image, settings: Settings, side: int) -> Size:
+        most = settings.whole("max_crops", low=2, high=_MOST_CROPS)
+        fewest = settings.whole("min_crops", high=most)
+        columns, rows = pixels.grid_of((image.height, image.width), (side, side), fewest, most)
+        return rows, columns
+
+
+def deepseek_family(files: ProcessorFiles) -> Family:
+    """Both have the same processor and the same type."""
+    names = files.config.get("architectures")
+    is_ocr = isinstance(names, list) and "DeepseekOCRForCausalLM" in names
+    return DeepseekOcr(files) if is_ocr else DeepseekVL2(files)
 
 
 def own_settings(defaults: Mapping[str, Any], files: ProcessorFiles) -> Settings:

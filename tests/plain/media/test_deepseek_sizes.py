@@ -11,6 +11,7 @@ from PIL import Image
 from quire.config import MultiModalConfig
 from quire.media import pixels
 from quire.media.families import make_family
+from quire.media.families.base import Family
 from quire.media.inputs import MediaInputs
 from quire.media.settings import ProcessorFiles
 from quire.media.sources import MediaSources
@@ -79,3 +80,40 @@ def test_sizes_of_deepseek_vl2_belong_to_the_model(setting: str, value: Any) -> 
     with pytest.raises(InputError, match=f"{setting} .*belongs to the model"):
         owner.load({"image": Image.new("RGB", (40, 30))}, processor_options={setting: value})
     workers.close()
+
+
+def ocr(**settings: Any) -> Family:
+    return make_family(VL2, ProcessorFiles(config={"architectures": ["DeepseekOCRForCausalLM"]}, processor=settings))
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"base_size": 4096}, "base_size of the media processor must be a whole number from 16 to 1280, got 4096"),
+    ({"base_size": 8}, "base_size of the media processor must be a whole number from 16 to 1280, got 8"),
+    ({"image_size": 1281}, "image_size of the media processor must be a whole number from 16 to 1280, got 1281"),
+    ({"image_size": True}, "image_size of the media processor must be a whole number"),
+    ({"max_crops": 10**9}, "max_crops of the media processor must be a whole number from 2 to 64"),
+    ({"min_crops": 7}, "min_crops of the media processor must be a whole number from 1 to 6, got 7"),
+    ({"crop_mode": 3}, "crop_mode of the media processor must be true or false"),
+    ({"image_mean": [-1, 0, 0]}, "image_mean of the media processor must be three shares"),
+    ({"mode": "gundam"}, "mm_processor_kwargs has 'mode', which this model's processor does not know"),
+])  # fmt: skip
+def test_hostile_options_of_deepseek_ocr(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pixels, "resize", lambda *_: pytest.fail("an image was resized"))
+    with pytest.raises(InputError, match=said):
+        ocr().process("image", Image.new("RGB", (900, 700)), options, 1)
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"patch_size": 0}, "patch_size of the media processor must be a whole number from 1 to 1024"),
+    ({"downsample_ratio": 65}, "downsample_ratio of the media processor must be a whole number from 1 to 64"),
+])  # fmt: skip
+def test_hostile_files_of_deepseek_ocr(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ocr(**settings)
+
+
+def test_crops_of_deepseek_ocr_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_IMAGE_PIXELS", "3000000")
+    monkeypatch.setattr(pixels, "resize", lambda *_: pytest.fail("an image was resized"))
+    with pytest.raises(InputError, match="crops of up to 1024x1024 pixels have 3506176 pixels together; the limit is"):
+        ocr().process("image", Image.new("RGB", (1500, 1000)), {}, 1)

@@ -36,6 +36,14 @@ def test_deepseek_vl2(tmp_path: Path) -> None:
     assert text == "<s>Be kind.\n\n<|User|>: <image>\nWho?\n\n"
 
 
+def test_deepseek_ocr(tmp_path: Path) -> None:
+    """The content and nothing else."""
+    tokenizer = tokenizer_of(tmp_path, ["DeepseekOCRForCausalLM"])
+    assert render_chat(tokenizer, TALK[:1], add_generation_prompt=True) == "<s><image>\nWho?"
+    parts = [{"type": "image", WRITTEN: "<image>"}, {"type": "text", "text": "Free OCR."}]
+    assert render_chat(tokenizer, [{"role": "user", "content": parts}], media="first") == "<s><image>\nFree OCR."
+
+
 def test_a_template_of_the_files_wins(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert render_chat(tokenizer_of(tmp_path, ["DeepseekVLV2ForCausalLM"]), TALK[2:]) == "And?!"
