@@ -99,3 +99,27 @@ def test_random_weights(tmp_path: Path) -> None:
     with torch.inference_mode():
         vectors = tower_of(tmp_path, is_dummy=True).encode("image", arrays)
     assert vectors.shape == (len(deepseek_ocr.tokens(arrays)), 64) and bool(vectors.isfinite().all())
+
+
+def test_released_sizes_and_types() -> None:
+    """Shapes alone: nothing is computed."""
+    nowhere = torch.device("meta")
+    tower = load_tower({"architectures": [NAME]}, "", dtype=torch.bfloat16, device=nowhere, is_dummy=True)
+    arrays = {
+        "pixel_values": torch.empty(1, 3, 1024, 1024, device=nowhere), "images_spatial_crop": torch.tensor([[3, 2]]),
+        "images_crop": torch.empty(6, 3, 640, 640, device=nowhere),
+    }  # fmt: skip
+    vectors = tower.encode("image", arrays)
+    assert vectors.shape == (16 * 17 + 1 + 20 * 31, 1280) and vectors.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_vectors_of_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    make_model(NAME, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    arrays = deepseek_ocr.drawn(torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        exact = tower_of(tmp_path).encode("image", arrays)
+        ours = load_tower(raw, str(tmp_path), dtype=dtype, device=torch.device("cpu")).encode("image", arrays)
+    assert ours.dtype == dtype
+    assert float(torch.nn.functional.cosine_similarity(exact, ours.float()).min()) > 0.999

@@ -115,3 +115,28 @@ def test_random_weights(tmp_path: Path) -> None:
     with torch.inference_mode():
         vectors = tower_of(tmp_path, is_dummy=True).encode("image", arrays)
     assert vectors.shape == (len(deepseek_vl2.tokens(arrays)), 64) and bool(vectors.isfinite().all())
+
+
+def test_released_sizes_and_types() -> None:
+    """Shapes alone: nothing is computed."""
+    nowhere = torch.device("meta")
+    raw = {
+        "architectures": [NAME],
+        "vision_config": {"layers": 27, "mlp_ratio": 3.7362, "patch_size": 14, "width": 1152},
+    }
+    tower = load_tower(raw, "", dtype=torch.bfloat16, device=nowhere, is_dummy=True)
+    pixels = torch.empty(7, 3, 384, 384, device=nowhere)
+    vectors = tower.encode("image", {"pixel_values": pixels, "images_spatial_crop": torch.tensor([[3, 2]])})
+    assert vectors.shape == (14 * 15 + 1 + 28 * 43, 2048) and vectors.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_vectors_of_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    make_model(NAME, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    arrays = deepseek_vl2.drawn(torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        exact = tower_of(tmp_path).encode("image", arrays)
+        ours = load_tower(raw, str(tmp_path), dtype=dtype, device=CPU).encode("image", arrays)
+    assert ours.dtype == dtype
+    assert float(torch.nn.functional.cosine_similarity(exact, ours.float()).min()) > 0.999
