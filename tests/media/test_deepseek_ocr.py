@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from quire import LLM, SamplingParams
 from quire.media.families import family_name, make_family
 from quire.media.settings import ProcessorFiles
+from quire.sampling.no_repeat import NGramPerReqLogitsProcessor
 from tests import deepseek_ocr
 from tests.media.test_deepseek_vl2 import PROCESSOR
 from tests.media.test_pixels_oracle import SIZES, picture
@@ -91,9 +92,9 @@ def test_more_crops() -> None:
         assert ours.arrays["images_spatial_crop"].tolist() == [views(picture(width, height), 1024, 640, True, 9)[2]]
 
 
-def test_words_equal_the_model_in_torch(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+def write_model(folder: Path) -> tuple[deepseek_ocr.Oracle, Tokenizer]:
+    write_tokenizer(folder)
+    vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
     raw = deepseek_ocr.config(vocab_size=vocab.get_vocab_size())
     raw["language_config"]["vocab_size"] = vocab.get_vocab_size()
     torch.manual_seed(4)
@@ -102,8 +103,13 @@ def test_words_equal_the_model_in_torch(tmp_path: Path) -> None:
         for weight in model.parameters():
             weight.normal_(std=0.2) if weight.ndim > 1 else None
     model.image_token = vocab.token_to_id("<image>")
-    model.save_pretrained(tmp_path)
-    (tmp_path / "processor_config.json").write_text(json.dumps(OWN | {"image_size": deepseek_ocr.TILE}))
+    model.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(OWN | {"image_size": deepseek_ocr.TILE}))
+    return model, vocab
+
+
+def test_words_equal_the_model_in_torch(tmp_path: Path) -> None:
+    model, vocab = write_model(tmp_path)
     images = [picture(300, 140), picture(60, 90)]  # with tiles, and without
     special = [vocab.token_to_id(one) for one in SPECIAL]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True,
@@ -137,3 +143,18 @@ def test_words_equal_the_model_in_torch(tmp_path: Path) -> None:
             logits[:, special] = -torch.inf
         assert logits[start:-1].argmax(-1).tolist() == answer
         assert float((without[start] - logits[start])[answer[0]].abs()) > 1e-3  # the images matter
+
+
+def test_as_programs_ask_for_it(tmp_path: Path) -> None:
+    """Two images at once, nothing cached, and no run of tokens twice."""
+    write_model(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, skip_special_tokens=False,
+                            extra_args=dict(ngram_size=1, window_size=90, whitelist_token_ids={3}))  # fmt: skip
+    options: dict[str, Any] = dict(enable_prefix_caching=False, mm_processor_cache_gb=0)
+    images = [picture(300, 140), picture(60, 90)]
+    prompts = [{"prompt": "<image>\nFree OCR.", "multi_modal_data": {"image": image}} for image in images]
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, logits_processors=[NGramPerReqLogitsProcessor],
+             **options) as llm:  # fmt: skip
+        answers = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert all(len(set(answer) - {3}) == len([one for one in answer if one != 3]) for answer in answers)
+    assert answers[0] != answers[1]
