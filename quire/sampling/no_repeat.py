@@ -33,12 +33,12 @@ class NoRepeat(NamedTuple):
         start = output_ids[len(output_ids) - self.size + 1 :]
         first = max(0, len(output_ids) - self.window)
         last = len(output_ids) - self.size + 1
-        found = {
+        ends = {
             output_ids[at + self.size - 1] for at in range(first, last) if output_ids[at : at + self.size - 1] == start
         }
-        return sorted(found - self.allowed)
+        return sorted(ends - self.allowed)
 
-    def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         if banned := self.banned(output_ids):
             logits[banned] = -float("inf")
         return logits
@@ -53,7 +53,8 @@ class NGramPerReqLogitsProcessor(AdapterLogitsProcessor):
         return False
 
     def new_req_logits_processor(self, params: ResolvedParams) -> RequestLogitsProcessor | None:
-        return read(params.extra_args)
+        rule = read(params.extra_args)
+        return None if rule is None else rule.apply
 
 
 def read(extra: Mapping[str, Any] | None) -> NoRepeat | None:
