@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.hf_models.gemma3n import VisionTower
 from quire.schema.media import ArrayData, MediaItem
-from tests import minicpm_oracle, molmo_oracle
+from tests import deepseek_ocr, deepseek_vl2, minicpm_oracle, molmo_oracle
 from tests.tiny_models import VOCAB, write_tokenizer
 
 IMAGE = 300  # the token of media
@@ -756,6 +756,20 @@ FAMILIES: dict[str, Family] = {
     "KimiVLForConditionalGeneration": Family(
         lambda: kimi_k25(tie_word_embeddings=False), frames_of(3, 4, 4), make=tf.Kimi_K25ForConditionalGeneration,
         rewrite=as_kimi_vl,
+    ),
+    "DeepseekVLV2ForCausalLM": Family(
+        lambda: deepseek_vl2.config("tiny"), deepseek_vl2.drawn, written=deepseek_vl2.tokens, make=deepseek_vl2.Oracle
+    ),
+    "DeepseekVLV2ForCausalLM small": Family(
+        lambda: deepseek_vl2.config("small"), deepseek_vl2.drawn, written=deepseek_vl2.tokens, make=deepseek_vl2.Oracle
+    ),
+    "DeepseekVLV2ForCausalLM base": Family(
+        lambda: deepseek_vl2.config("base", global_view_pos="tail"), deepseek_vl2.drawn, written=deepseek_vl2.tokens,
+        make=deepseek_vl2.Oracle,
+    ),
+    "DeepseekOCRForCausalLM": Family(
+        deepseek_ocr.config, deepseek_ocr.drawn, written=deepseek_ocr.tokens, join=deepseek_ocr.several,
+        make=deepseek_ocr.Oracle,
     ),
     "QianfanOCRForConditionalGeneration": Family(
         both(tf.QianfanOCRConfig, lambda: tf.QianfanOCRVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),

@@ -150,6 +150,7 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.v1.engine.exceptions", "quire.schema.errors", "EngineDeadError EngineGenerateError"),
     ("vllm.v1.engine.llm_engine", "quire.llm.engine", "LLMEngine"),
     ("vllm.v1.metrics.reader", "quire.observe.reader", "Counter Gauge Histogram Metric Vector"),
+    ("vllm.model_executor.models.deepseek_ocr", "quire.sampling.no_repeat", "NGramPerReqLogitsProcessor"),
     ("vllm.v1.sample.logits_processor", "quire.sampling.processors", "AdapterLogitsProcessor BatchUpdate"
      " LogitsProcessor MoveDirectionality RequestLogitsProcessor"),
     ("vllm.v1.sample.logits_processor.builtin", "quire.sampling.processors", "process_dict_updates"),

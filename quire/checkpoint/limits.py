@@ -26,6 +26,7 @@ LAYERS = Range(1, 4096)
 SOME_LAYERS = Range(0, LAYERS.most)
 HEADS = Range(1, 1 << 16)
 HEAD_DIM = Range(1, 1 << 16)
+LATENT_DIM = Range(0, HEAD_DIM.most)  # 0: attention is not latent
 WIDTH = Range(1, 1 << 20)
 FFN = Range(0, 1 << 24)  # 0: none, if every layer has experts
 VOCAB = Range(1, 1 << 28)
@@ -41,7 +42,8 @@ _RANGES: dict[str, Range] = {
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
          "encoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv",
          "multi_query_group_num"), HEADS),
-    **dict.fromkeys(("head_dim", "head_size", "d_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("head_dim", "head_size", "d_kv"), HEAD_DIM),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), LATENT_DIM),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "model_dim"), WIDTH),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff",

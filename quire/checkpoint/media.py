@@ -30,6 +30,8 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "VideoLlama3ForConditionalGeneration": (IMAGE,),
     "Kimi_K25ForConditionalGeneration": (IMAGE,),
     "KimiVLForConditionalGeneration": (IMAGE,),
+    "DeepseekVLV2ForCausalLM": (IMAGE,),
+    "DeepseekOCRForCausalLM": (IMAGE,),
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE, VIDEO),
@@ -73,8 +75,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "UltravoxModel", "MiniCPMO", "DeepseekVLV2ForCausalLM",
-    "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
+    "UltravoxModel", "MiniCPMO", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
 # prompt to each other, or the whole prompt

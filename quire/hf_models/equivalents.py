@@ -1,4 +1,4 @@
-"""Architectures that transformers lacks, whose encoder one of its classes is, under other names.
+"""Architectures that transformers lacks, whose encoder one of its classes is, under other names, or a class of ours.
 
 In: the raw config.json. Out: the configuration of that class, and the names of the encoder's tensors in checkpoints, as
 patterns, with those that the class has for them. The language model is declared elsewhere. Must not know: files.
@@ -50,8 +50,38 @@ def _kimi_vl(raw: Mapping[str, Any]) -> Equivalent:
     return config, names
 
 
+def _deepseek_vl2(raw: Mapping[str, Any]) -> Equivalent:
+    """A class of ours, which needs no more than the sizes of its parts."""
+    from quire.hf_models.deepseek_sizes import vl2_sizes  # lazy
+
+    return {"architectures": ["DeepseekVLV2ForCausalLM"], **vl2_sizes(raw)}, {}
+
+
+def _deepseek_ocr(raw: Mapping[str, Any]) -> Equivalent:
+    """A class of ours around the SAM of transformers' DeepSeek-OCR 2."""
+    from quire.hf_models.deepseek_sizes import ocr_sizes  # lazy
+
+    old, new = r"^model\.sam_model\.", "model.sam_model."
+    names = {
+        rf"{old}blocks\.(\d+)\.norm1\.": rf"{new}layers.\1.layer_norm1.",
+        rf"{old}blocks\.(\d+)\.norm2\.": rf"{new}layers.\1.layer_norm2.",
+        rf"{old}blocks\.(\d+)\.attn\.": rf"{new}layers.\1.attn.",
+        rf"{old}blocks\.(\d+)\.mlp\.": rf"{new}layers.\1.mlp.",
+        rf"{old}patch_embed\.proj\.": f"{new}patch_embed.projection.",
+        rf"{old}neck\.0\.": f"{new}neck.conv1.",
+        rf"{old}neck\.1\.": f"{new}neck.layer_norm1.",
+        rf"{old}neck\.2\.": f"{new}neck.conv2.",
+        rf"{old}neck\.3\.": f"{new}neck.layer_norm2.",
+        rf"{old}net_2\.": f"{new}proj.conv1.",
+        rf"{old}net_3\.": f"{new}proj.conv2.",
+    }
+    return {"architectures": ["DeepseekOCRForCausalLM"], **ocr_sizes(raw)}, names
+
+
 _EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {
     "KimiVLForConditionalGeneration": _kimi_vl,
+    "DeepseekVLV2ForCausalLM": _deepseek_vl2,
+    "DeepseekOCRForCausalLM": _deepseek_ocr,
     "MiniCPMV": minicpmv_encoder,
 }
 

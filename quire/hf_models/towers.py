@@ -47,6 +47,8 @@ _OWN = Registry(
         "Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers",
         "MolmoForCausalLM": "quire.hf_models.molmo:MolmoTowers",
         "MiniCPMV": "quire.hf_models.minicpm:MiniCPMVTowers",
+        "DeepseekVLV2ForCausalLM": "quire.hf_models.deepseek_vl2:DeepseekVL2Towers",
+        "DeepseekOCRForCausalLM": "quire.hf_models.deepseek_ocr:DeepseekOcrTowers",
     },
 )
 # arrays whose names differ between processors and encoders, or between encoders of different transformers

@@ -476,8 +476,8 @@ class _ItemJob:
     def _key(self, kind: bytes, *content: bytes) -> str:
         """Equal keys mean equal vectors: content, model and every option count; so does the salt of a tenant."""
         digest = hashlib.blake2b(digest_size=32)
-        alone = self.owner.family.counts_items and self.count == 1
-        facts = [self.owner.name, self.modality, self.salt, dict(self.settings), dict(self.io), alone, self.is_beside]
+        few = self.count <= self.owner.family.few_items
+        facts = [self.owner.name, self.modality, self.salt, dict(self.settings), dict(self.io), few, self.is_beside]
         for part in (msgspec.json.encode(facts, enc_hook=str, order="sorted"), kind, *content):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)

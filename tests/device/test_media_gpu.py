@@ -25,6 +25,7 @@ FAMILIES = (
     "Gemma3nForConditionalGeneration", "Gemma3nForConditionalGeneration audio",
     "MolmoForCausalLM", "MolmoForCausalLM experts",
     "MiniCPMV 2.6", "MiniCPMV video",
+    "DeepseekVLV2ForCausalLM", "DeepseekVLV2ForCausalLM small", "DeepseekOCRForCausalLM",
 )  # fmt: skip
 
 

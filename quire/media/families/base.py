@@ -48,7 +48,7 @@ class Family(abc.ABC):
     regards: Mapping[str, str] = {}
     most_items: Mapping[str, int] = {}  # of a modality that a prompt may have; else any number
     mixes_modalities = True  # a prompt may have items of several
-    counts_items = False  # an item alone in its prompt is processed differently
+    few_items = 0  # in prompts with so many at most, items are processed differently
     tells_tokens = False  # the encoder is told the ids of an item's tokens that get vectors (TOKENS)
     reads_marks = False  # positions of an item's vectors follow the tokens between them
     fixed: Collection[str] = ()  # settings of sizes that the number of vectors does not follow: a prompt keeps them

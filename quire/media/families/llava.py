@@ -208,7 +208,7 @@ class LlavaOneVision(Family):
     """Of several images each is one square; a video's frames are squares whose features are pooled two by two."""
 
     placeholders = {"image": "<image>", "video": "<video>"}
-    counts_items = True
+    few_items = 1
     fixed = ("size", "do_resize", "do_center_crop")
 
     def __init__(self, files: ProcessorFiles) -> None:

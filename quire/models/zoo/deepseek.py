@@ -62,6 +62,27 @@ def deepseek_ocr(c: View) -> Arch:
     return _greedy_experts(c, read(c))
 
 
+_VL2_NAMES = ((r"^language\.lm_head\.", "lm_head."), (r"^language\.model\.", "model."))
+
+
+def deepseek_vl2(c: View) -> Arch:
+    """Within DeepSeek-VL2 and DeepSeek-OCR: latent attention or plain, and experts chosen as in V2 or in V3."""
+    is_latent = c.get("use_mla", default=True) and c.maybe("kv_lora_rank")
+    arch = latent(c, pairs=True, wide=True) if is_latent else read(c)
+    score, method = c.get("scoring_func", default="softmax"), c.get("topk_method", default="greedy")
+    if score not in ("softmax", "sigmoid"):
+        c.refuse("scoring_func", "known are softmax and sigmoid")
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        c.refuse("topk_method", "known are greedy, group_limited_greedy and noaux_tc")
+    groups: dict[str, Any] = {}
+    if method != "greedy":
+        groups = dict(groups=c.get("n_group", default=1), top_groups=c.get("topk_group", default=1))
+    if method == "noaux_tc":
+        groups |= dict(select_bias=True, group_score="top2sum")
+    arch = _mixture(c, arch, score=score, renorm=bool(c.get("norm_topk_prob", default=False)), **groups)
+    return replace(arch, names=(*_VL2_NAMES, *arch.names), ignore=(*arch.ignore, r"^vision\."))
+
+
 def _greedy_experts(c: View, arch: Arch) -> Arch:
     groups: dict[str, Any] = {}
     method = c.get("topk_method", default="greedy")

@@ -219,6 +219,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=64, routed_scaling_factor=1.0, topk_method="greedy", norm_topk_prob=False, v_head_dim=128,
         moe_intermediate_size=1407,
     ),
+    "deepseek_vl2_text": dict(
+        vocab_size=102400, hidden_size=4096, intermediate_size=11008, num_hidden_layers=30, num_attention_heads=32,
+        num_key_value_heads=32, max_position_embeddings=2048, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, moe_intermediate_size=1407,
+    ),
     "DeepseekV3ForCausalLM": dict(
         vocab_size=129280, hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
         num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, n_shared_experts=1,

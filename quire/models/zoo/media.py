@@ -70,10 +70,13 @@ OWN_TYPES = Registry(
     {
         "deepseek_ocr2_text": "quire.models.zoo.deepseek:deepseek_ocr",
         "molmo": "quire.models.zoo.olmo:molmo",
+        "deepseek_vl2_text": "quire.models.zoo.deepseek:deepseek_vl2",
         "molmo2_text": "quire.models.zoo.olmo:molmo2_text",
         "minicpmv": "quire.models.zoo.minicpm:minicpmv",
     },
 )
+# of architectures whose language model has no type of its own
+_OF_ARCHITECTURE = dict.fromkeys(("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM"), "deepseek_vl2_text")
 # what these language models do whatever their configuration says of it
 _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
@@ -106,7 +109,8 @@ def composite(c: View) -> Arch:
     from quire.models.zoo import ZOO  # lazy: the table that this function is in
 
     text = text_of(c)
-    kind = str(text.get("model_type") or "llama")
+    own = (_OF_ARCHITECTURE[name] for name in c.maybe("architectures") or () if name in _OF_ARCHITECTURE)
+    kind = next(own, str(text.get("model_type") or "llama"))
     if kind not in TEXT_TYPES and kind not in OWN_TYPES:
         raise ConfigError(f"a language model of type {kind!r} within a model that takes media is not declared",
                           param="text_config", value=kind)  # fmt: skip

@@ -2,7 +2,7 @@
 
 Comes in: a folder. Goes out: Sidecar, plain data. Must not know: the tokenizer itself.
 Order of belief: tokenizer_config.json, then special_tokens_map.json for what it leaves out; a chat template in a file
-of its own wins over the one inside tokenizer_config.json.
+of its own wins over the one inside tokenizer_config.json; where there is none, a known one of the model's architecture.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def read_templates(folder: str, config: dict[str, Any]) -> str | dict[str, str] 
             if name.endswith(".jinja"):
                 templates[name.removesuffix(".jinja")] = read_text(os.path.join(more, name))
     if not templates:
-        return None
+        from quire.text.known_templates import known_template  # lazy
+
+        return known_template(read_json(folder, "config.json").get("architectures"))
     return templates["default"] if list(templates) == ["default"] else templates
 
 
