@@ -64,12 +64,13 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "GraniteSpeechForConditionalGeneration": (AUDIO,),
     "GlmAsrForConditionalGeneration": (AUDIO,),
     "Qwen3ASRForConditionalGeneration": (AUDIO,),
+    "UltravoxModel": (AUDIO,),
     "WhisperForConditionalGeneration": (AUDIO,),  # read by the model's own encoder
     "Florence2ForConditionalGeneration": (IMAGE,),  # encoded apart, then read by the model's own encoder with a text
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "UltravoxModel", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
+    "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
     "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
@@ -87,6 +88,9 @@ _PRUNED = frozenset(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditiona
 # encoder-decoders whose encoder reads a text and what another encoder made of media in it
 _READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
 
+# whose configuration may name other checkpoints for parts of the model (parts.py)
+_NAME_PARTS = frozenset(("UltravoxModel",))
+
 SPEECH_TYPES = frozenset(("whisper", "qwen2_audio"))
 
 
@@ -95,6 +99,10 @@ def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
         if name in MODALITIES:
             return MODALITIES[name]
     return ()
+
+
+def names_parts(config: Mapping[str, Any]) -> bool:
+    return not _NAME_PARTS.isdisjoint(config.get("architectures") or ())
 
 
 def encoder_reads_text(config: Mapping[str, Any]) -> bool:

@@ -295,6 +295,7 @@ class ModelConfig(Group):
     sentence: SentenceFiles | None = None  # of sentence-transformers
     classifier_token_ids: tuple[int, ...] = ()  # whose rows of the head a classifier is made from
     path: str = ""  # the folder or .gguf file
+    part_paths: dict[str, str] = field(default_factory=dict)  # folders of parts that it names (checkpoint/parts.py)
     served_model_names: tuple[str, ...] = ()
     hf_config: dict[str, Any] = field(default_factory=dict)  # raw configuration after hf_overrides
     facts: ModelFacts = field(default_factory=ModelFacts)

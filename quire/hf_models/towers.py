@@ -41,7 +41,13 @@ _CODES = (
 
 
 # classes of the encoders alone, where that of the whole cannot be made
-_OWN = Registry("encoder", {"Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers"})
+_OWN = Registry(
+    "encoder",
+    {
+        "Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers",
+        "UltravoxModel": "quire.hf_models.ultravox:UltravoxTowers",
+    },
+)
 # arrays whose names differ between processors and encoders, or between encoders of different transformers
 _ARGUMENTS = dict.fromkeys(("image_patches", "pixel_values_images", "pixel_values_videos"), "pixel_values")
 
@@ -235,12 +241,15 @@ def load_tower(
     device: torch.device,
     is_dummy: bool = False,
     safetensors: bool = True,
+    audio_path: str | None = None,
 ) -> Tower:
-    """`is_dummy`: the weights are random."""
+    """`is_dummy`: the weights are random. `audio_path`: the folder of an audio encoder that the checkpoint names."""
     raw, names = equivalent_of(raw)
-    config = config_of(raw, path, False)
     own = next((name for name in raw.get("architectures") or () if name in _OWN), None)
+    config = config_of(raw, path, False, None if own is None else _OWN.get(own))
     kind = class_of(raw, config, path, False) if own is None else _OWN.get(own)
+    if audio_path is not None:
+        config.audio_source = audio_path
     _without_layers(config)
     _without_quantization(config)
     if is_dummy:

@@ -37,7 +37,8 @@ class Place(NamedTuple):
 Items = Mapping[str, Sequence[ProcessedItem]]
 
 
-def expand_text(family: Family, text: str, items: Items) -> str:
+def expand_text(family: Family, text: str, items: Items, tokenizer: TextEncoder | None = None) -> str:
+    """`tokenizer`: of a family with `spares`."""
     if not items:
         return text
     text = family.lay_out(text)
@@ -50,7 +51,7 @@ def expand_text(family: Family, text: str, items: Items) -> str:
     def replacement(match: re.Match[str]) -> str:
         modality = names[match[0]]
         used[modality] += 1
-        return items[modality][used[modality] - 1].text
+        return _item_text(family, modality, items[modality][used[modality] - 1], tokenizer)
 
     return re.sub("|".join(map(re.escape, names)), replacement, text)
 
@@ -70,7 +71,7 @@ def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: Text
         numbers[tokens] += len(several)
     if expected != numbers and all(sum(one in tokens for one in ids) == num for tokens, num in expected.items()):
         return list(ids)
-    names = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
+    names = {_placeholder_id(family, modality, tokenizer): modality for modality in items}
     for token, modality in names.items():
         if (count := list(ids).count(token)) != len(items[modality]):
             raise _wrong_count(family.placeholders[modality], count, len(items[modality]), modality)
@@ -82,7 +83,7 @@ def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: Text
             continue
         item = items[modality_here][used[modality_here]]
         used[modality_here] += 1
-        out += tokenizer.encode(item.text, add_special_tokens=False)
+        out += tokenizer.encode(_item_text(family, modality_here, item, tokenizer), add_special_tokens=False)
     return out
 
 
@@ -95,7 +96,7 @@ def order_of(family: Family, prompt: str | Sequence[int], items: Items, tokenize
         names = {family.placeholders[modality]: modality for modality in items}
         order = [names[match[0]] for match in re.finditer("|".join(map(re.escape, names)), prompt)]
     else:
-        ids = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
+        ids = {_placeholder_id(family, modality, tokenizer): modality for modality in items}
         order = [ids[one] for one in prompt if one in ids]
     counts = {modality: len(several) for modality, several in items.items()}
     if any(order.count(modality) != count for modality, count in counts.items()):
@@ -146,8 +147,30 @@ def _mask(positions: Sequence[int], first: int, length: int) -> bytes:
 
 def _vector_tokens(family: Family, modality: str, tokenizer: TextEncoder) -> tuple[int, ...]:
     """Whose positions get vectors."""
-    names = (family.feature(modality), *family.marks.get(modality, ()))
+    names = (_feature(family, modality, tokenizer), *family.marks.get(modality, ()))
     return tuple(token_id(tokenizer, name) for name in names)
+
+
+def _feature(family: Family, modality: str, tokenizer: TextEncoder) -> str:
+    """The token whose positions get vectors: a spare one, if the embedding has no row for the family's own."""
+    own, limit = family.feature(modality), family.num_tokens
+    for token in (own, *family.spares) if family.spares else ():
+        if (known := tokenizer.token_to_id(token)) is not None and (limit is None or known < limit):
+            return token
+    return own
+
+
+def _item_text(family: Family, modality: str, item: ProcessedItem, tokenizer: TextEncoder | None) -> str:
+    if tokenizer is None or not family.spares:
+        return item.text
+    return item.text.replace(family.feature(modality), _feature(family, modality, tokenizer))
+
+
+def _placeholder_id(family: Family, modality: str, tokenizer: TextEncoder) -> int:
+    """What a prompt of ids has for an item: the placeholder, or the spare token if it is none."""
+    own = family.placeholders[modality]
+    is_token = not family.spares or tokenizer.token_to_id(own) is not None
+    return token_id(tokenizer, own if is_token else _feature(family, modality, tokenizer))
 
 
 def token_id(tokenizer: TextEncoder, token: str) -> int:

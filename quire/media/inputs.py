@@ -250,7 +250,7 @@ class MediaInputs:
         prompt = (text or "") if token_ids is None else token_ids
         order = media.order or order_of(self.family, prompt, items, tokenizer)
         if token_ids is None:
-            text = expand_text(self.family, text or "", items)
+            text = expand_text(self.family, text or "", items, tokenizer)
             if items and self.family.begins_text:
                 text = begun(text, tokenizer)
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)

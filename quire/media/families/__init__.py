@@ -37,6 +37,7 @@ FAMILIES = Registry(
         "Molmo2Processor": _PLACE + "molmo:Molmo2",
         "Phi4MultimodalProcessor": _PLACE + "phi:Phi4Multimodal",
         "Qwen2AudioProcessor": _PLACE + "speech:Qwen2Audio",
+        "UltravoxProcessor": _PLACE + "ultravox:Ultravox",
         "WhisperProcessor": _PLACE + "speech:Whisper",
         "Florence2Processor": _PLACE + "florence:Florence2",
     },
@@ -75,6 +76,7 @@ _OF_TYPE = {
     "molmo2": "Molmo2Processor",
     "phi4_multimodal": "Phi4MultimodalProcessor",
     "qwen2_audio": "Qwen2AudioProcessor",
+    "ultravox": "UltravoxProcessor",
     "whisper": "WhisperProcessor",
     "florence2": "Florence2Processor",
 }
