@@ -18,6 +18,9 @@ SPECIAL = (
     "<|begin_of_video|>", "<|end_of_video|>", "<|audio|>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>",
     "<IMG_ROW>", "<IMG_END>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
+    "<|img_thumbnail|>", "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>",
+    *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 4) for column in range(1, 4)),
     "<audio_soft_token>", "<start_of_audio>", "<end_of_audio>",
     *MOLMO,
 )  # fmt: skip
