@@ -133,7 +133,8 @@ class MultiModalConfig(Group):
 
     language_model_only: bool = option(False, "Refuse every kind of media.")
     limit_per_prompt: Modality = option(
-        {}, "Most items per prompt by modality (image, video, audio): a number, or a mapping with count; 999 if unset.",
+        {}, "Most items per prompt by modality (image, video, audio): a number, or a mapping with count (999 if unset) "
+        "and with sizes that memory is measured for: width, height, num_frames, length (samples).",
         name="limit_mm_per_prompt", take=item_limits,
     )  # fmt: skip
     enable_mm_embeds: bool = option(False, "Accept media as embeddings, of trusted clients.")
@@ -153,6 +154,9 @@ class MultiModalConfig(Group):
     shared_memory: int | None = None  # the descriptor that API processes of one server have in common
     video_pruning_rate: float | None = option(
         None, "Share of a video's vectors that are left out: those where the pictures change least.", low=0, below=1
+    )
+    skip_mm_profiling: bool = option(
+        False, "On a GPU, leave no memory for what the encoder takes: measure without the largest item of media."
     )
     interleave_mm_strings: bool = option(
         False, "Keep media where they stand between texts, in templates that take content as a string."
