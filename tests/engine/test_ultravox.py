@@ -3,7 +3,10 @@ them. Chunks, prefixes and preemption are in test_media_models.py."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +75,26 @@ def test_samples_become_the_tokens_of_the_oracle(tmp_path: Path) -> None:
     assert len({tuple(answer) for answer in answers}) > 1
     ids = llm.generate({"prompt_token_ids": [5, TOKEN, 6], "multi_modal_data": {"audio": sound(0.5)}}, GREEDY)
     assert list(ids[0].prompt_token_ids or ()).count(TOKEN) == 7
+    data = base64.b64encode(wav(sound(0.5))).decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    (said,) = llm.chat([{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}], GREEDY)
+    spoken = list(said.prompt_token_ids or ())
+    assert spoken.count(TOKEN) == 7
+    assert is_greedy(model, spoken, [clip_of(heard(wav(sound(0.5))))], list(said.outputs[0].token_ids))
     llm.close()
+
+
+def wav(samples: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setparams((1, 2, 16000, 0, "NONE", ""))
+        out.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def heard(data: bytes) -> np.ndarray:
+    with wave.open(io.BytesIO(data)) as file:
+        return np.frombuffer(file.readframes(1 << 20), "<i2").astype(np.float32) / (1 << 15)
 
 
 def split(folder: Path) -> tuple[Path, Path]:

@@ -103,8 +103,9 @@ class Llama4(Family):
         rows, columns = llama4_grid(size, side, settings.whole("max_patches", high=_MOST_TILES), is_largest)
         target = rows * side, columns * side
         check_crops([(side, side)] * (rows * columns + 1), "max_patches")
-        within = target if is_largest else tuple(
-            min(max(edge, side), most) for edge, most in zip(size, target, strict=True))  # fmt: skip
+        within = target
+        if not is_largest:
+            within = min(max(size[0], side), target[0]), min(max(size[1], side), target[1])
         small = pixels.planes(pixels.resize(value, _shrunk(size, within), filter_))
         large = np.zeros((3, *target), np.uint8)
         large[:, : small.shape[1], : small.shape[2]] = small
