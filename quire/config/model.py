@@ -111,8 +111,12 @@ class PoolerConfig(Group):
 MODALITIES = ("image", "video", "audio")
 
 
+_ITEM_SIZES = {"image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",)}
+_LARGEST_SIZE = {"width": 32768, "height": 32768, "num_frames": 2048, "length": 1 << 28}
+
+
 def item_limits(value: Any) -> Any:
-    """Known modalities only, each with a count from 0."""
+    """Known modalities only, each with a count from 0, and sizes of the items that memory is measured for."""
     if not isinstance(value, dict):
         return value
     for modality, limit in value.items():
@@ -124,6 +128,18 @@ def item_limits(value: Any) -> Any:
         count = limit.get("count", 999) if isinstance(limit, dict) else limit
         if isinstance(count, int) and count < 0:
             raise ConfigError(f"limit_mm_per_prompt of {modality} is {count}; it cannot be less than 0")
+        for name, size in (limit if isinstance(limit, dict) else {}).items():
+            known = _ITEM_SIZES[modality]
+            if name != "count" and name not in known:
+                raise ConfigError(
+                    f"limit_mm_per_prompt of {modality} has {name!r:.60}; it may have count, {', '.join(known)}",
+                    param="limit_mm_per_prompt",
+                )
+            if name != "count" and isinstance(size, int) and not 1 <= size <= _LARGEST_SIZE[name]:
+                raise ConfigError(
+                    f"limit_mm_per_prompt of {modality}: {name} is {size}; it is from 1 to {_LARGEST_SIZE[name]}",
+                    param="limit_mm_per_prompt",
+                )
     return value
 
 

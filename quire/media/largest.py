@@ -19,6 +19,7 @@ from quire.schema.media import MediaItem
 log = logger(__name__)
 _SIDE = 4096  # pixels of the first picture that is tried
 _RATIOS = (0.75, 0.5, 1 / 3)  # of height and width: families with tiles have more of them for some
+_CUT = 2048  # of those that are tried in other ratios: tiles are no more for larger ones
 _SMALL = 64 << 20  # bytes of an item that is tried in other ratios too
 _TRIES = 8
 _FRAME = 720, 1280
@@ -73,24 +74,27 @@ def _num_bytes(item: ProcessedItem) -> int:
 
 
 def _images(hints: Mapping[str, int], num_frames: int) -> Iterator[tuple[Any, list[Any]]]:
-    from quire.media.images import pillow  # lazy
+    from quire.media.images import check_size, pillow  # lazy
 
     lib = pillow()
     if "width" in hints and "height" in hints:
+        check_size(hints["width"], hints["height"])
         yield lib.Image.new("RGB", (hints["width"], hints["height"])), []
         return
     for step in range(_TRIES):
         side = _SIDE >> step
-        others = [lib.Image.new("RGB", (side, max(1, int(side * ratio)))) for ratio in _RATIOS]
+        edge = min(side, _CUT)
+        others = [lib.Image.new("RGB", (edge, max(1, int(edge * ratio)))) for ratio in _RATIOS]
         yield lib.Image.new("RGB", (side, side)), others
 
 
 def _videos(hints: Mapping[str, int], num_frames: int) -> Iterator[tuple[Any, list[Any]]]:
-    from quire.media.images import pillow  # lazy
+    from quire.media.images import check_size, pillow  # lazy
     from quire.media.video import Video  # lazy
 
     lib, num = pillow(), hints.get("num_frames", num_frames)
     size = hints.get("width", _FRAME[1]), hints.get("height", _FRAME[0])
+    check_size(*size)
     for _ in range(_TRIES):
         yield Video([lib.Image.new("RGB", size)] * num, list(range(num)), 1.0, num), []
         num = max(1, num // 2)

@@ -2,9 +2,9 @@
 
     total memory × gpu_memory_utilization, which is the share of this engine whatever others use
       − what this process uses now (weights, its context)
-      − the most a step needs beside it (measured by running the largest one)
+      − the most a step needs beside it (measured by running the largest one), or an encoder for the largest item
       − what decode graphs keep (measured by running the largest captured step, and a little per graph)
-      − the rows' tokens and tables
+      − the rows' tokens and tables, vectors of media that are kept
     = KV cache, and never more than is free
 
 In: what trial steps took (trial.py). Must not know: models, blocks, requests.

@@ -11,6 +11,7 @@ from quire.engine import largest_media
 from quire.media.families import make_family
 from quire.media.largest import largest_items
 from quire.media.settings import ProcessorFiles
+from quire.schema.errors import ConfigError, InputError
 from quire.schema.media import MediaItem
 
 CLIP = {"vision_config": {"patch_size": 14, "image_size": 336, "model_type": "clip_vision_model"}}
@@ -49,6 +50,18 @@ def test_sizes_that_were_said() -> None:
     assert items["image"].length == 20 and items["video"].length == 2 * 4 * 4 // 4
     assert items_of("Qwen2AudioProcessor", {"audio": {"length": 16000}}, config={})["audio"].length == 25
     assert items_of("Qwen2VLProcessor", {"image": 0, "video": {"count": 0}}) == {}
+
+
+def test_sizes_that_no_item_has() -> None:
+    for limits, why in (
+        ({"image": {"width": 1 << 30}}, "width is 1073741824; it is from 1 to 32768"),
+        ({"video": {"num_frames": 0}}, "num_frames is 0; it is from 1 to 2048"),
+        ({"audio": {"width": 3}}, "audio has 'width'; it may have count, length"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            MultiModalConfig(limit_per_prompt=limits)
+    with pytest.raises(InputError, match="pixels; the limit is"):
+        items_of("LlavaProcessor", {"image": {"width": 32768, "height": 32768}})
 
 
 def test_what_cannot_be_made_is_not_measured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
