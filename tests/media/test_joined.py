@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from quire import LLM, SamplingParams
 from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
-from tests.media.tokens import MOLMO, SPECIAL, write_tokenizer
+from tests.media.tokens import CANVAS, MOLMO, SPECIAL, write_tokenizer
 from tests.media_models import without_timm
 from tests.server.live import live
 
@@ -311,6 +311,7 @@ CASES["cohere2 vision"] = (
     cohere2_vision, "Cohere2VisionForConditionalGeneration", {}, {**SQUARE, "max_patches": 5, "patch_size": 2},
     "<|IMG_PATCH|>",
 )  # fmt: skip
+ON_CANVAS = ("llama 4", "cohere2 vision", "lfm2 vl")
 LFM2 = {"encoder_patch_size": 7, "tile_size": 28, "min_image_tokens": 1, "max_image_tokens": 6, "max_tiles": 4}
 CASES["lfm2 vl"] = (lfm2_vl, "Lfm2VlForConditionalGeneration", {}, LFM2, "<image>")
 CASES["llava next video, image"] = (
@@ -323,7 +324,7 @@ CASES["video llava"] = (video_llava, "VideoLlavaForConditionalGeneration", {"pat
 def write_model(name: str, folder: Path, seed: int = 3) -> Any:
     """A tiny random checkpoint of one of CASES; the model."""
     configure, cls, own, settings, _ = CASES[name]
-    write_tokenizer(folder)
+    write_tokenizer(folder, CANVAS if name in ON_CANVAS else ())
     vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(seed)
     with without_timm():
@@ -345,7 +346,7 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     modality = {"video": "video", "audio": "audio"}.get(name.split()[-1], "image")
     vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     item = ITEMS[modality]
-    special = [vocab.token_to_id(one) for one in SPECIAL]
+    special = [number for one in (*SPECIAL, *CANVAS) if (number := vocab.token_to_id(one)) is not None]
     params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
                             logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
