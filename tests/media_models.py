@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.hf_models.gemma3n import VisionTower
 from quire.schema.media import ArrayData, MediaItem
-from tests import deepseek_ocr, deepseek_vl2, minicpm_oracle, molmo_oracle
+from tests import deepseek_ocr, deepseek_vl2, minicpm_oracle, molmo_oracle, ultravox_model
 from tests.tiny_models import VOCAB, write_tokenizer
 
 IMAGE = 300  # the token of media
@@ -904,6 +904,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi4MultimodalForCausalLM audio": Family(
         lambda: phi4(image=291, audio=IMAGE), phi4_audio, modality="audio", written=lambda arrays: [IMAGE] * 8
+    ),
+    "UltravoxModel": Family(
+        lambda: ultravox_model.config_of(llama()), ultravox_model.draw, modality="audio",
+        join=lambda items: {"clips": items}, make=ultravox_model.Ultravox,
+    ),
+    "UltravoxModel mid": Family(
+        lambda: ultravox_model.config_of(tf.Qwen3Config(**TEXT, head_dim=16, tie_word_embeddings=True), "gelu", True),
+        ultravox_model.draw, modality="audio", join=lambda items: {"clips": items}, make=ultravox_model.Ultravox,
     ),
     "GlmAsrForConditionalGeneration": Family(
         lambda: tf.GlmAsrConfig(

@@ -141,13 +141,11 @@ def decoder_start(config: Mapping[str, Any]) -> int | None:
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part: the configuration itself, or a sub-configuration of a multimodal model."""
-    if config.get("hidden_size") or config.get("n_embd") or config.get("d_model"):
+    part = next((part for name in _TEXT_PARTS if isinstance(part := config.get(name), Mapping)), None)
+    is_projector = str(config.get("model_type")) == "ultravox"  # whose width it is
+    if part is None or (not is_projector and any(config.get(name) for name in ("hidden_size", "n_embd", "d_model"))):
         return config
-    for name in _TEXT_PARTS:
-        part = config.get(name)
-        if isinstance(part, Mapping):
-            return text_part(part)
-    return config
+    return text_part(part)
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

@@ -70,12 +70,13 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "GraniteSpeechForConditionalGeneration": (AUDIO,),
     "GlmAsrForConditionalGeneration": (AUDIO,),
     "Qwen3ASRForConditionalGeneration": (AUDIO,),
+    "UltravoxModel": (AUDIO,),
     "WhisperForConditionalGeneration": (AUDIO,),  # read by the model's own encoder
     "Florence2ForConditionalGeneration": (IMAGE,),  # encoded apart, then read by the model's own encoder with a text
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "UltravoxModel", "MiniCPMO", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
+    "MiniCPMO", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
 # prompt to each other, or the whole prompt
@@ -95,6 +96,9 @@ _CANVAS = frozenset(("MiniCPMV4_7ForConditionalGeneration",))
 # encoder-decoders whose encoder reads a text and what another encoder made of media in it
 _READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
 
+# whose configuration may name other checkpoints for parts of the model (parts.py)
+_NAME_PARTS = frozenset(("UltravoxModel",))
+
 SPEECH_TYPES = frozenset(("whisper", "qwen2_audio"))
 
 
@@ -103,6 +107,10 @@ def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
         if name in MODALITIES:
             return MODALITIES[name]
     return ()
+
+
+def names_parts(config: Mapping[str, Any]) -> bool:
+    return not _NAME_PARTS.isdisjoint(config.get("architectures") or ())
 
 
 def encoder_reads_text(config: Mapping[str, Any]) -> bool:

@@ -187,19 +187,29 @@ def stored_dtype(folder: str) -> str:
     files = sorted(f for f in os.listdir(folder) if f.endswith(".safetensors")) if os.path.isdir(folder) else []
     if not files:
         return ""
-    with open(os.path.join(folder, files[0]), "rb") as file:
+    entries = _read_header(os.path.join(folder, files[0]))
+    kinds = [str(e["dtype"]) for e in entries.values() if isinstance(e, dict) and "dtype" in e]
+    return names.get(max(set(kinds), key=kinds.count), "") if kinds else ""
+
+
+def read_tensor_names(folder: str) -> set[str]:
+    """Of all safetensors files; the loader reports those that cannot be read."""
+    files = sorted(f for f in os.listdir(folder) if f.endswith(".safetensors")) if os.path.isdir(folder) else []
+    return {name for file in files for name in _read_header(os.path.join(folder, file))}
+
+
+def _read_header(path: str) -> dict[str, Any]:
+    """Nothing where it is damaged, which the loader reports in more detail."""
+    with open(path, "rb") as file:
         head = file.read(8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 0 < size <= 100 << 20:
-            return ""
+            return {}
         try:
             entries = json.loads(file.read(size))
         except (ValueError, RecursionError):
-            entries = None
-        if not isinstance(entries, dict):
-            return ""  # the loader reports the damage in more detail
-    kinds = [str(e["dtype"]) for e in entries.values() if isinstance(e, dict) and "dtype" in e]
-    return names.get(max(set(kinds), key=kinds.count), "") if kinds else ""
+            return {}
+    return entries if isinstance(entries, dict) else {}
 
 
 def holds_blocks(path: str) -> bool:

@@ -36,6 +36,16 @@ class WeightFiles(NamedTuple):
     def num_bytes(self) -> int:
         return sum(os.path.getsize(path) for path in self.paths)
 
+    def joined(self, more: WeightFiles) -> WeightFiles:
+        """With those of another folder, which has other tensors."""
+        if more.kind != self.kind:
+            folders = (os.path.dirname(files.paths[0]) for files in (self, more))
+            raise NotBuiltError(
+                f"weights of one model are read from files of one kind; {' and '.join(folders)} have {self.kind} and "
+                f"{more.kind}"
+            )
+        return WeightFiles(self.kind, (*self.paths, *more.paths), {**self.owners, **more.owners})
+
 
 def find_weights(path: str, load_format: str = "auto", ignore: Sequence[str] = ()) -> WeightFiles:
     """The files to read; CheckpointError says what was looked for and what is there."""

@@ -69,6 +69,9 @@ def _weights(config: EngineConfig) -> dict[str, str]:
             digests = fingerprints(path for rank in ranks for path in find_sharded(about.path, rank, pattern).paths)
         else:
             digests = fingerprints(find_weights(about.path, how.load_format, how.ignore_patterns).paths)
+            for name, folder in about.part_paths.items():
+                part = fingerprints(find_weights(folder, how.load_format, how.ignore_patterns).paths)
+                digests |= {f"{name}/{file}": digest for file, digest in part.items()}
     except (QuireError, OSError):
         return {}
     return dict(zip([""], digests.values(), strict=True)) if os.path.isfile(about.path) else digests

@@ -111,8 +111,12 @@ class PoolerConfig(Group):
 MODALITIES = ("image", "video", "audio")
 
 
+_ITEM_SIZES = {"image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",)}
+_LARGEST_SIZE = {"width": 32768, "height": 32768, "num_frames": 2048, "length": 1 << 28}
+
+
 def item_limits(value: Any) -> Any:
-    """Known modalities only, each with a count from 0."""
+    """Known modalities only, each with a count from 0, and sizes of the items that memory is measured for."""
     if not isinstance(value, dict):
         return value
     for modality, limit in value.items():
@@ -124,6 +128,18 @@ def item_limits(value: Any) -> Any:
         count = limit.get("count", 999) if isinstance(limit, dict) else limit
         if isinstance(count, int) and count < 0:
             raise ConfigError(f"limit_mm_per_prompt of {modality} is {count}; it cannot be less than 0")
+        for name, size in (limit if isinstance(limit, dict) else {}).items():
+            known = _ITEM_SIZES[modality]
+            if name != "count" and name not in known:
+                raise ConfigError(
+                    f"limit_mm_per_prompt of {modality} has {name!r:.60}; it may have count, {', '.join(known)}",
+                    param="limit_mm_per_prompt",
+                )
+            if name != "count" and isinstance(size, int) and not 1 <= size <= _LARGEST_SIZE[name]:
+                raise ConfigError(
+                    f"limit_mm_per_prompt of {modality}: {name} is {size}; it is from 1 to {_LARGEST_SIZE[name]}",
+                    param="limit_mm_per_prompt",
+                )
     return value
 
 
@@ -133,7 +149,8 @@ class MultiModalConfig(Group):
 
     language_model_only: bool = option(False, "Refuse every kind of media.")
     limit_per_prompt: Modality = option(
-        {}, "Most items per prompt by modality (image, video, audio): a number, or a mapping with count; 999 if unset.",
+        {}, "Most items per prompt by modality (image, video, audio): a number, or a mapping with count (999 if unset) "
+        "and with sizes that memory is measured for: width, height, num_frames, length (samples).",
         name="limit_mm_per_prompt", take=item_limits,
     )  # fmt: skip
     enable_mm_embeds: bool = option(False, "Accept media as embeddings, of trusted clients.")
@@ -153,6 +170,9 @@ class MultiModalConfig(Group):
     shared_memory: int | None = None  # the descriptor that API processes of one server have in common
     video_pruning_rate: float | None = option(
         None, "Share of a video's vectors that are left out: those where the pictures change least.", low=0, below=1
+    )
+    skip_mm_profiling: bool = option(
+        False, "On a GPU, leave no memory for what the encoder takes: measure without the largest item of media."
     )
     interleave_mm_strings: bool = option(
         False, "Keep media where they stand between texts, in templates that take content as a string."
@@ -295,6 +315,7 @@ class ModelConfig(Group):
     sentence: SentenceFiles | None = None  # of sentence-transformers
     classifier_token_ids: tuple[int, ...] = ()  # whose rows of the head a classifier is made from
     path: str = ""  # the folder or .gguf file
+    part_paths: dict[str, str] = field(default_factory=dict)  # folders of parts that it names (checkpoint/parts.py)
     served_model_names: tuple[str, ...] = ()
     hf_config: dict[str, Any] = field(default_factory=dict)  # raw configuration after hf_overrides
     facts: ModelFacts = field(default_factory=ModelFacts)

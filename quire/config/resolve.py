@@ -8,6 +8,7 @@ tell a default from a choice. In: EngineArgs. Out: a resolved EngineConfig; noth
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from quire.base import env, native
@@ -15,7 +16,7 @@ from quire.base.log import logger
 from quire.base.machine import cpu_flags, cpu_multiplies_bfloat16, find_gpu
 from quire.base.plugins import call_plugins
 from quire.checkpoint.facts import read_facts
-from quire.checkpoint.media import OUTSIDE, PROMPT
+from quire.checkpoint.media import OUTSIDE, PROMPT, names_parts
 from quire.checkpoint.quantization import Quantization, add_quantization, agrees, has_fp8_cache, read_quantization
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
@@ -121,6 +122,11 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     else:
         raw = read_elsewhere(model.hf_config_path, model.revision, files.download_dir, model.hf_token)
     raw = apply_overrides(raw, requested.get("hf_overrides"))
+    parts: dict[str, str] = {}
+    if names_parts(raw):
+        from quire.checkpoint.parts import find_parts  # lazy
+
+        raw, parts = find_parts(raw, model.path, partial(_find_part, config))
     if "speculators_config" in raw and "transformer_layer_config" in raw:
         return _read_verifier(requested, config, raw)
     facts = read_facts(raw)
@@ -134,7 +140,15 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
             "repository, and transformers has no class for it",
             param="model",
         )
-    return replace(config, model_config=replace(model, hf_config=raw, facts=facts, model_class_overrides=ours))
+    changes = {"hf_config": raw, "facts": facts, "part_paths": parts, "model_class_overrides": ours}
+    return replace(config, model_config=replace(model, **changes))
+
+
+def _find_part(config: EngineConfig, source: str) -> str:
+    """Where the files of another checkpoint are, which holds a part of the model."""
+    model, files = config.model_config, config.load_config
+    weights = not config.renders_only and files.load_format != "dummy"
+    return locate(source, None, files.download_dir, model.hf_token, files.ignore_patterns, weights=weights).path
 
 
 def _read_verifier(requested: Requested, config: EngineConfig, raw: dict[str, Any]) -> EngineConfig:

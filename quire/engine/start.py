@@ -27,9 +27,12 @@ from quire.schema.messages import EngineReady
 from quire.schema.stats import StartPhase
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from quire.config import EngineConfig
     from quire.engine.lockstep import Lockstep
     from quire.observe.kv_events import EventPublisher
+    from quire.schema.media import MediaItem
 
 log = logger(__name__)
 
@@ -51,9 +54,12 @@ def start_engine(
     executor = make_executor(config)
     try:
         laps.mark("device")
+        media = _largest_media(config)
         infos = executor.ask(WorkerProtocol.load)
         info = one_model(infos)
         laps.mark("load")
+        if media is not None:
+            executor.ask(WorkerProtocol.measure_media, media.result())
         free_bytes = least_by_stage(infos, executor.ask(WorkerProtocol.free_bytes))
         laps.mark("profile")
         layout, max_model_len = _place(config, info, free_bytes)
@@ -90,6 +96,20 @@ def start_engine(
     if config.observability_config.collect_detailed_traces:
         loop.charge = Charge(scheduler.requests)
     return Started(loop, ready)
+
+
+def _largest_media(config: EngineConfig) -> Future[tuple[MediaItem, ...]] | None:
+    """Made while the model is loaded. None: the memory of encoders is not measured."""
+    model = config.model_config
+    measures = config.device_config.device != "cpu" and config.cache_config.kv_cache_memory_bytes is None
+    if not measures or not model.takes_encoder or model.is_encoder_decoder or model.is_pooling:
+        return None
+    if model.multimodal_config is not None and model.multimodal_config.skip_mm_profiling:
+        return None
+    from quire.engine.largest_media import make_largest  # lazy
+
+    items: Future[tuple[MediaItem, ...]] = make_largest(model)
+    return items
 
 
 def _lockstep(executor: Executor, wake: Callable[[int], None]) -> Lockstep:

@@ -15,6 +15,7 @@ from quire.config.local import describe, object_of
 from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.errors import ConfigError, EngineDeadError
 from quire.schema.kv import KVLayout, ModelInfo
+from quire.schema.media import MediaItem
 from quire.schema.step import Mask, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class WorkerProtocol(Protocol):
 
     def load(self) -> ModelInfo:
         """Build the model and read this rank's weights."""
+
+    def measure_media(self, items: tuple[MediaItem, ...]) -> None:
+        """Encode the largest items: what that takes is not left for KV. Only of models with an encoder, on a GPU."""
 
     def free_bytes(self) -> int:
         """Bytes left for KV on this rank's device, after a profile run."""

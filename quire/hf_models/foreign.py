@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from quire.hf_models.fallback import Fallback
-from quire.schema.errors import CheckpointError, ConfigError, some
+from quire.schema.errors import CheckpointError, ConfigError, QuireError, some
 
 _AUTO = "AutoModelForCausalLM"
 
@@ -76,6 +76,8 @@ def config_of(raw: Mapping[str, Any], path: str, trust: bool, registered: type |
     try:
         with quiet():
             return kind.from_dict(kind._decode_special_floats(dict(raw)))
+    except QuireError:
+        raise
     except Exception as wrong:  # noqa: BLE001  # a checkpoint's own class may raise anything
         raise ConfigError(f"{kind.__name__} refuses this configuration: {wrong}", param="hf_overrides") from None
 

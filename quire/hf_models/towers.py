@@ -49,6 +49,7 @@ _OWN = Registry(
         "MiniCPMV": "quire.hf_models.minicpm:MiniCPMVTowers",
         "DeepseekVLV2ForCausalLM": "quire.hf_models.deepseek_vl2:DeepseekVL2Towers",
         "DeepseekOCRForCausalLM": "quire.hf_models.deepseek_ocr:DeepseekOcrTowers",
+        "UltravoxModel": "quire.hf_models.ultravox:UltravoxTowers",
     },
 )
 # arrays whose names differ between processors and encoders, or between encoders of different transformers
@@ -244,13 +245,16 @@ def load_tower(
     device: torch.device,
     is_dummy: bool = False,
     safetensors: bool = True,
+    audio_path: str | None = None,
 ) -> Tower:
-    """`is_dummy`: the weights are random."""
+    """`is_dummy`: the weights are random. `audio_path`: the folder of an audio encoder that the checkpoint names."""
     raw, names = equivalent_of(raw)
     own = next((name for name in raw.get("architectures") or () if name in _OWN), None)
     registered = None if own is None else _OWN.get(own)
     config = config_of(raw, path, False, registered)
     kind = registered or class_of(raw, config, path, False)
+    if audio_path is not None:
+        config.audio_source = audio_path
     _without_layers(config)
     _without_quantization(config)
     if is_dummy:

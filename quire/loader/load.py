@@ -358,7 +358,10 @@ def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles
     about, how = config.model_config, config.load_config
     if how.load_format == "sharded_state":
         return find_sharded(about.path, group.world_rank, pattern_of(how.model_loader_extra_config))
-    return find_weights(about.path, how.load_format, how.ignore_patterns)
+    files = find_weights(about.path, how.load_format, how.ignore_patterns)
+    if (text := about.part_paths.get("text")) is None:
+        return files
+    return files.joined(find_weights(text, how.load_format, how.ignore_patterns))
 
 
 def _num_bytes(files: WeightFiles) -> int:

@@ -121,6 +121,7 @@ def make_encoder(config: EngineConfig, kernels: Kernels) -> TowerEncoder | None:
     tower = load_tower(
         about.hf_config, about.path, dtype=getattr(torch, about.dtype), device=kernels.device,
         is_dummy=is_dummy, safetensors=is_dummy or _has_safetensors(config),
+        audio_path=about.part_paths.get("audio"),
     )  # fmt: skip
     layers = () if about.is_encoder_decoder else read_arch(about.hf_config).layers
     sections = next((len(layer.rope.sections) for layer in layers if layer.rope is not None), 0)

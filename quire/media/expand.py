@@ -39,7 +39,8 @@ class Place(NamedTuple):
 Items = Mapping[str, Sequence[ProcessedItem]]
 
 
-def expand_text(family: Family, text: str, items: Items) -> str:
+def expand_text(family: Family, text: str, items: Items, tokenizer: TextEncoder | None = None) -> str:
+    """`tokenizer`: of a family with `spares`."""
     if not items:
         return text
     names = {family.placeholders[modality]: modality for modality in items}
@@ -55,7 +56,7 @@ def expand_text(family: Family, text: str, items: Items) -> str:
         modality = names[match[0]]
         used[modality] += 1
         number = used[modality] - 1
-        return family.numbered(modality, number, items[modality][number].text)
+        return _item_text(family, modality, number, items[modality][number], tokenizer)
 
     return re.sub("|".join(map(re.escape, names)), replacement, text)
 
@@ -80,7 +81,11 @@ def text_of(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEnc
     """Of a prompt of ids where several tokens stand for an item: they may have merged with their neighbours, so the
     prompt is expanded as a text. None: one token does, or the items are expanded already."""
     written = [family.placeholders[modality] for modality in items]
-    if all(tokenizer.token_to_id(one) is not None for one in written) or _is_expanded(family, ids, items, tokenizer):
+    if (
+        family.spares
+        or all(tokenizer.token_to_id(one) is not None for one in written)
+        or _is_expanded(family, ids, items, tokenizer)
+    ):
         return None
     return tokenizer.decode(ids)
 
@@ -98,7 +103,7 @@ def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: Text
     """Ids that are expanded already, as transformers' processors write them, stay as they are."""
     if _is_expanded(family, ids, items, tokenizer):
         return list(ids)
-    names = {token_id(tokenizer, family.placeholders[modality]): modality for modality in items}
+    names = {_placeholder_id(family, modality, tokenizer): modality for modality in items}
     for token, modality in names.items():
         if (count := list(ids).count(token)) != len(items[modality]):
             raise _wrong_count(family.placeholders[modality], count, len(items[modality]), modality)
@@ -109,7 +114,7 @@ def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: Text
             out.append(one)
             continue
         number = used[modality_here]
-        text = family.numbered(modality_here, number, items[modality_here][number].text)
+        text = _item_text(family, modality_here, number, items[modality_here][number], tokenizer)
         used[modality_here] += 1
         out += tokenizer.encode(text, add_special_tokens=False)
     return out
@@ -124,7 +129,8 @@ def order_of(family: Family, prompt: str | Sequence[int], items: Items, tokenize
         names = {family.placeholders[modality]: modality for modality in items}
         order = [names[match[0]] for match in re.finditer("|".join(map(re.escape, names)), prompt)]
     else:
-        ids = {tokenizer.token_to_id(family.placeholders[modality]): modality for modality in items}
+        known = (one for one in items if family.spares or tokenizer.token_to_id(family.placeholders[one]) is not None)
+        ids = {_placeholder_id(family, modality, tokenizer): modality for modality in known}
         order = [ids[one] for one in prompt if one in ids]
     counts = {modality: len(several) for modality, several in items.items()}
     if any(order.count(modality) != count for modality, count in counts.items()):
@@ -175,8 +181,31 @@ def _mask(positions: Sequence[int], first: int, length: int) -> bytes:
 
 def _vector_tokens(family: Family, modality: str, tokenizer: TextEncoder) -> tuple[int, ...]:
     """Whose positions get vectors."""
-    names = (family.feature(modality), *family.marks.get(modality, ()))
+    names = (_feature(family, modality, tokenizer), *family.marks.get(modality, ()))
     return tuple(token_id(tokenizer, name) for name in names)
+
+
+def _feature(family: Family, modality: str, tokenizer: TextEncoder) -> str:
+    """The token whose positions get vectors: a spare one, if the embedding has no row for the family's own."""
+    own, limit = family.feature(modality), family.num_tokens
+    for token in (own, *family.spares) if family.spares else ():
+        if (known := tokenizer.token_to_id(token)) is not None and (limit is None or known < limit):
+            return token
+    return own
+
+
+def _item_text(family: Family, modality: str, number: int, item: ProcessedItem, tokenizer: TextEncoder | None) -> str:
+    text = family.numbered(modality, number, item.text)
+    if tokenizer is None or not family.spares:
+        return text
+    return text.replace(family.feature(modality), _feature(family, modality, tokenizer))
+
+
+def _placeholder_id(family: Family, modality: str, tokenizer: TextEncoder) -> int:
+    """What a prompt of ids has for an item: the placeholder, or the spare token if it is none."""
+    own = family.placeholders[modality]
+    is_token = not family.spares or tokenizer.token_to_id(own) is not None
+    return token_id(tokenizer, own if is_token else _feature(family, modality, tokenizer))
 
 
 def token_id(tokenizer: TextEncoder, token: str) -> int:

@@ -106,20 +106,13 @@ class MediaInputs:
         from quire.config import MultiModalConfig  # lazy
 
         options = model.multimodal_config or MultiModalConfig()
-        files = ProcessorFiles.read(model.path, model.hf_config)
-        name = family_name(files)
-        if name is None:
-            from quire.media.fallback import make_foreign_family  # lazy
-
-            family: Family = make_foreign_family(model, files)
-        else:
-            family = make_family(name, files)
+        name, family = family_of(model)
         sources = MediaSources(model.allowed_local_media_path, _domains(model.allowed_media_domains))
         return cls(
             family,
             sources,
             options,
-            name=name or "",
+            name=name,
             has_prefix_cache=has_prefix_cache,
             hidden_size=model.facts.hidden_size,
             modalities=model.facts.modalities,
@@ -252,7 +245,7 @@ class MediaInputs:
         prompt = (text or "") if token_ids is None else token_ids
         order = media.order or order_of(self.family, prompt, items, tokenizer)
         if token_ids is None:
-            text = expand_text(self.family, text or "", items)
+            text = expand_text(self.family, text or "", items, tokenizer)
             if items and self.family.begins_text:
                 text = begun(text, tokenizer)
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -295,6 +288,17 @@ class MediaInputs:
             self.cache.close()
 
 
+def family_of(model: ModelConfig) -> tuple[str, Family]:
+    """Its name, if there is data for it here, and what it does."""
+    files = ProcessorFiles.read(model.path, model.hf_config)
+    name = family_name(files)
+    if name is None:
+        from quire.media.fallback import make_foreign_family  # lazy
+
+        return "", make_foreign_family(model, files)
+    return name, make_family(name, files)
+
+
 def _cache(options: MultiModalConfig) -> ProcessorCache | SharedCache:
     most = int(options.mm_processor_cache_gb * (1 << 30))
     if options.mm_processor_cache_type == "lru" or not most:
@@ -306,7 +310,7 @@ def _cache(options: MultiModalConfig) -> ProcessorCache | SharedCache:
 
 
 def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mask: bytes) -> MediaItem:
-    arrays = _sent(loaded.item) if loaded.sent is None else dict(loaded.sent)
+    arrays = sent_arrays(loaded.item) if loaded.sent is None else dict(loaded.sent)
     return MediaItem(modality=modality, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
 
 
@@ -327,7 +331,7 @@ def _with_tokens(item: MediaItem, ids: Sequence[int]) -> MediaItem:
     return msgspec.structs.replace(item, key=key, arrays={**item.arrays, TOKENS: array})
 
 
-def _sent(item: ProcessedItem) -> dict[str, ArrayData]:
+def sent_arrays(item: ProcessedItem) -> dict[str, ArrayData]:
     return {name: array if isinstance(array, ArrayData) else array_data(array) for name, array in item.arrays.items()}
 
 
@@ -400,7 +404,7 @@ class _ItemJob:
         if item.item.num_vectors < 1:
             raise InputError(f"the {self.modality} is too small: it has no vectors", param="multi_modal_data")
         self.tally.add(item.item.num_vectors)
-        return item._replace(sent=_sent(item.item))  # a copy of all pixels
+        return item._replace(sent=sent_arrays(item.item))  # a copy of all pixels
 
     def _load(self, value: Any, uuid: str | None) -> LoadedItem:
         owner = self.owner

@@ -48,7 +48,11 @@ class ProcessorFiles:
 
     @property
     def vision(self) -> Mapping[str, Any]:
-        return _section(self.config, "vision_config")
+        return self.section("vision_config")
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Of config.json."""
+        return _section(self.config, name)
 
     @property
     def is_found(self) -> bool:

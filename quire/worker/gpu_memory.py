@@ -2,9 +2,9 @@
 
     total memory × gpu_memory_utilization, which is the share of this engine whatever others use
       − what this process uses now (weights, its context)
-      − the most a step needs beside it (measured by running the largest one)
+      − the most a step needs beside it (measured by running the largest one), or an encoder for the largest item
       − what decode graphs keep (measured by running the largest captured step, and a little per graph)
-      − the rows' tokens and tables
+      − the rows' tokens and tables, vectors of media that are kept
     = KV cache, and never more than is free
 
 In: what trial steps took (trial.py). Must not know: models, blocks, requests.
@@ -24,6 +24,7 @@ GIB = 1 << 30
 PER_GRAPH = 6 << 20  # nodes and parameters of an instantiated graph of a few hundred kernels
 OWN_CONTEXT = 600 << 20  # what the driver and its libraries take of the GPU for this process at the start
 MARGIN = 256 << 20  # workspaces of libraries and attention, and what the allocator cannot use
+_LARGEST = "the largest step (max_num_batched_tokens, max_num_seqs)"
 _log = logger(__name__)
 
 
@@ -85,7 +86,7 @@ def measure(device: torch.device, *, others: int, step: int, graphs: int, static
     return Budget(total, total - free - others, others, step, graphs, static, share)
 
 
-def peak(device: torch.device, run: Callable[[], None]) -> int:
+def peak(device: torch.device, run: Callable[[], None], what: str = _LARGEST) -> int:
     """Bytes that running this takes for a moment."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -93,7 +94,7 @@ def peak(device: torch.device, run: Callable[[], None]) -> int:
     try:
         run()
     except torch.cuda.OutOfMemoryError as wrong:
-        raise does_not_fit(device, "the largest step (max_num_batched_tokens, max_num_seqs)", wrong) from None
+        raise does_not_fit(device, what, wrong) from None
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 

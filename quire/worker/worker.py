@@ -137,6 +137,7 @@ class Worker:
         self._runner: ModelRunner | PoolingRunner | None = None
         self._adapters: WorkerAdapters | None = None
         self._encoder: MediaEncoder | None = None
+        self._media_bytes: tuple[int, int] = (0, 0)  # at the peak of encoding, and of vectors that are kept
         self._drafter: Drafter | None = None
         self._others = 0  # bytes of the GPU that other programs use
 
@@ -251,7 +252,7 @@ class Worker:
         return total if self._drafter is None else self._drafter.leave(total, self._specs)
 
     def _gpu_bytes(self) -> int:
-        """Measured by running the largest step before there is a KV cache."""
+        """Measured by running the largest step before there is a KV cache. Items are encoded before a step runs."""
         step, length = self.config.scheduler_config, self.config.model_config.max_model_len
         sizes = self._graph_sizes()
         with self._laps.inside("profile"), self._trial() as trial:
@@ -268,12 +269,27 @@ class Worker:
         budget = measure(
             self.device,
             others=self._others,
-            step=largest,
+            step=max(largest, self._media_bytes[0]),
             graphs=graphs + PER_GRAPH * num_graphs,
-            static=8 * (step.max_num_seqs + 1) * (length + 1) + others,  # tokens of all rows, and their tables
+            # tokens of all rows, and their tables; vectors of media
+            static=8 * (step.max_num_seqs + 1) * (length + 1) + others + self._media_bytes[1],
             share=self.config.cache_config.gpu_memory_utilization,
         )
         return kv_bytes_on_gpu(budget)
+
+    def measure_media(self, items: tuple[MediaItem, ...]) -> None:
+        """What the encoder takes at its peak, and vectors that are kept, as `free_bytes` counts them."""
+        if self._encoder is None or self.group.stage > 0:
+            return
+        from quire.worker.encoder_memory import measure_encoder  # lazy
+
+        what = "the largest media item (see limit_mm_per_prompt, mm_processor_kwargs, max_model_len, skip_mm_profiling)"
+        dtype = getattr(torch, self.config.model_config.dtype)
+        self._media_bytes = measure_encoder(
+            self._encoder, items, self.device, dtype, self.config.scheduler_config.encoder_cache_size,
+            partial(peak, self.device, what=what),
+        )  # fmt: skip
+        torch.cuda.empty_cache()
 
     def init_kv(self, layout: KVLayout) -> None:
         """Allocate the KV cache and everything whose size depends on it."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire import LLM
 from quire.hf_models import towers
 from quire.hf_models.towers import Tower, load_tower
 from quire.sched.gates import TokenBudget
@@ -26,6 +27,7 @@ FAMILIES = (
     "MolmoForCausalLM", "MolmoForCausalLM experts",
     "MiniCPMV 2.6", "MiniCPMV video",
     "DeepseekVLV2ForCausalLM", "DeepseekVLV2ForCausalLM small", "DeepseekOCRForCausalLM",
+    "UltravoxModel",
 )  # fmt: skip
 
 
@@ -85,3 +87,17 @@ def test_kernels_of_encoders(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(towers, "fuse_blocks", lambda module, kernels: None)
     usual = encode(load_tower(raw, str(tmp_path), dtype=torch.bfloat16, device=cuda))
     assert (found - exact).norm() < 1.5 * (usual - exact).norm() + 1e-3 * exact.norm()
+
+
+def test_memory_of_the_encoder_is_left(tmp_path: Path) -> None:
+    """By measuring the largest image, unless that is skipped: then the KV cache has these bytes too."""
+    make_model("LlavaForConditionalGeneration", tmp_path)
+    blocks = []
+    for skip in (False, True):
+        options = dict(dtype="float32", max_model_len=512, max_num_seqs=8, block_size=16, max_num_batched_tokens=8192)
+        with LLM(str(tmp_path), gpu_memory_utilization=0.2, skip_mm_profiling=skip, **options) as llm:
+            loop: Any = llm.llm_engine.front.client.loop
+            blocks.append(loop.scheduler.kv.pool.num_blocks)
+    kept = 8192 * 64 * 4  # bytes of vectors: of those alone, so many blocks
+    block_bytes = 2 * 3 * 2 * 16 * 16 * 4
+    assert blocks[1] - blocks[0] >= kept // block_bytes

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from quire import LLM, SamplingParams
 from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
-from tests.media.tokens import MOLMO, SPECIAL, write_tokenizer
+from tests.media.tokens import CANVAS, MOLMO, SPECIAL, write_tokenizer
 from tests.media_models import QWEN3_5, without_timm
 from tests.server.live import live
 
@@ -185,6 +185,49 @@ def molmo2(vocab: Tokenizer) -> Any:
     )  # fmt: skip
 
 
+def llava_next_video(vocab: Tokenizer) -> Any:
+    return tf.LlavaNextVideoConfig(
+        vision_config=tf.CLIPVisionConfig(**VISION, image_size=28, patch_size=7, projection_dim=32),
+        text_config=tf.LlamaConfig(**text(vocab)), image_token_index=vocab.token_to_id("<image>"),
+        video_token_index=vocab.token_to_id("<video>"), image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
+    )  # fmt: skip
+
+
+def video_llava(vocab: Tokenizer) -> Any:
+    return tf.VideoLlavaConfig(
+        vision_config=tf.CLIPVisionConfig(**VISION, image_size=28, patch_size=7, projection_dim=32),
+        text_config=tf.LlamaConfig(**text(vocab)), image_token_index=vocab.token_to_id("<image>"),
+        video_token_index=vocab.token_to_id("<video>"),
+    )  # fmt: skip
+
+
+def llama4(vocab: Tokenizer) -> Any:
+    return tf.Llama4Config(
+        vision_config=tf.Llama4VisionConfig(
+            **VISION | dict(intermediate_size=128), image_size=28, patch_size=7, vision_output_dim=64,
+            projector_input_dim=64, projector_output_dim=64, pixel_shuffle_ratio=0.5),
+        text_config=tf.Llama4TextConfig(**text(vocab), intermediate_size_mlp=96, head_dim=16, num_local_experts=4),
+        image_token_index=vocab.token_to_id("<|patch|>"), tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def cohere2_vision(vocab: Tokenizer) -> Any:
+    """Without a scale of logits: transformers has it in the class of the language model alone."""
+    return tf.Cohere2VisionConfig(
+        vision_config=tf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7), alignment_intermediate_size=64,
+        text_config=tf.Cohere2Config(**text(vocab), sliding_window=16, head_dim=16, logit_scale=1.0),
+        image_token_id=vocab.token_to_id("<|IMG_PATCH|>"),
+    )  # fmt: skip
+
+
+def lfm2_vl(vocab: Tokenizer) -> Any:
+    return tf.Lfm2VlConfig(
+        vision_config=tf.Siglip2VisionConfig(**VISION, num_patches=16, patch_size=7), projector_hidden_size=48,
+        text_config=tf.Lfm2Config(**text(vocab), full_attn_idxs=[1], block_auto_adjust_ff_dim=False),
+        image_token_id=vocab.token_to_id("<image>"),
+    )  # fmt: skip
+
+
 PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 # configuration, class, processor's own settings, settings of the image processor, what a template writes for an item
 CASES: dict[str, tuple[Callable[[Tokenizer], Any], str, dict[str, Any], dict[str, Any], str]] = {
@@ -287,10 +330,28 @@ CASES["gemma 3n"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "
 CASES["gemma 3n, audio"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<audio_soft_token>")
 
 
+SQUARE = {"size": {"height": 28, "width": 28}}
+CASES["llama 4"] = (
+    llama4, "Llama4ForConditionalGeneration", {"patch_size": 7}, {**SQUARE, "max_patches": 5}, "<|image|>"
+)  # fmt: skip
+CASES["cohere2 vision"] = (
+    cohere2_vision, "Cohere2VisionForConditionalGeneration", {}, {**SQUARE, "max_patches": 5, "patch_size": 2},
+    "<|IMG_PATCH|>",
+)  # fmt: skip
+ON_CANVAS = ("llama 4", "cohere2 vision", "lfm2 vl")
+LFM2 = {"encoder_patch_size": 7, "tile_size": 28, "min_image_tokens": 1, "max_image_tokens": 6, "max_tiles": 4}
+CASES["lfm2 vl"] = (lfm2_vl, "Lfm2VlForConditionalGeneration", {}, LFM2, "<image>")
+CASES["llava next video, image"] = (
+    llava_next_video, "LlavaNextVideoForConditionalGeneration", *CASES["llava next"][2:]
+)  # fmt: skip
+CASES["llava next video, video"] = (*CASES["llava next video, image"][:3], PIXELS, "<video>")
+CASES["video llava"] = (video_llava, "VideoLlavaForConditionalGeneration", {"patch_size": 7}, PIXELS, "<image>")
+
+
 def write_model(name: str, folder: Path, seed: int = 3) -> Any:
     """A tiny random checkpoint of one of CASES; the model."""
     configure, cls, own, settings, _ = CASES[name]
-    write_tokenizer(folder)
+    write_tokenizer(folder, CANVAS if name in ON_CANVAS else ())
     vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(seed)
     with without_timm():
@@ -312,7 +373,7 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     modality = {"video": "video", "audio": "audio"}.get(name.split()[-1], "image")
     vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     item = ITEMS[modality]
-    special = [vocab.token_to_id(one) for one in SPECIAL]
+    special = [number for one in (*SPECIAL, *CANVAS) if (number := vocab.token_to_id(one)) is not None]
     params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
                             logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:

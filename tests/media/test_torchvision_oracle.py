@@ -42,14 +42,14 @@ def torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     modules = {name: ModuleType(name) for name in names}
     tools = ModuleType("torchvision.transforms.v2.functional")
     tools.resize = resize  # type: ignore[attr-defined]
-    tools.pad = lambda image, edges, fill: functional.pad(  # type: ignore[attr-defined]
-        image, (edges[0], edges[2], edges[1], edges[3]), value=fill[0]
+    tools.pad = lambda image, padding, fill: functional.pad(  # type: ignore[attr-defined]
+        image, (padding[0], padding[2], padding[1], padding[3]), value=fill[0]
     )
     modules[names[-1]].functional = tools  # type: ignore[attr-defined]
     for name, module in {**modules, tools.__name__: tools}.items():
         monkeypatch.setitem(sys.modules, name, module)
     yield
-    for name in ("phi4_multimodal", "perception_lm", "molmo2", "kimi_k25"):
+    for name in ("phi4_multimodal", "perception_lm", "molmo2", "kimi_k25", "llama4", "cohere2_vision", "lfm2_vl"):
         for kind in ("image", "video"):
             sys.modules.pop(f"transformers.models.{name}.{kind}_processing_{name}", None)
 

@@ -195,7 +195,9 @@ def make_config(**changes: Any) -> Any:
             mamba_block_size=None,
             gpu_memory_utilization=0.9,
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=given["max_num_seqs"], max_num_batched_tokens=64),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=given["max_num_seqs"], max_num_batched_tokens=64, encoder_cache_size=64
+        ),
         attention_config=SimpleNamespace(backend=None),
         load_config=SimpleNamespace(load_format="safetensors"),
         parallel_config=SimpleNamespace(worker_extension_cls="", place_here=0, num_engines_here=1, nnodes=1),

@@ -21,6 +21,7 @@ from quire.worker.graphs import DecodeGraphs
 from quire.worker.trial import Trial, scratch_layout
 from quire.worker.worker import Worker, WorkerParts
 from tests.worker.fakes import FakeBackend, FakeModel, make_config
+from tests.worker.test_encoder_memory import Encoder, item
 
 GIB = 1 << 30
 CUDA = torch.device("cuda")
@@ -99,6 +100,18 @@ def test_what_is_left_is_the_kv_cache(device: SimpleNamespace) -> None:
     assert sum(largest[0]) == 64 and len(largest[0]) == 8 and not largest[1]  # the token budget, by all rows
     assert decode == ([1] * 8, True)
     assert [lap[0] for lap in worker.start_laps()] == ["build", "weights", "prepare", "largest step", "captured steps"]
+
+
+def test_what_the_encoder_of_media_takes_is_left(device: SimpleNamespace) -> None:
+    """At its peak if that is more than a step, and the vectors that are kept."""
+    device.peaks = [11 * GIB, 7 * GIB, 3 * GIB]
+    worker = make_worker(BlindBackend())
+    worker.load()
+    worker._encoder = Encoder()
+    worker.measure_media((item("image", 3),))
+    static, vectors = 8 * 9 * 65, 64 * 8 * 4  # as many vectors as a step has tokens, of 8 floats
+    graphs = 3 * GIB + PER_GRAPH * len(BUCKETS)
+    assert worker._gpu_bytes() == 90 * GIB - 40 * GIB - 11 * GIB - graphs - static - vectors - MARGIN
 
 
 def test_what_others_use_is_not_of_the_share(device: SimpleNamespace) -> None:

@@ -39,12 +39,15 @@ def array_data(array: Any) -> ArrayData:
 class Family(abc.ABC):
     """Made once per model. `placeholders`: the token that a prompt has for an item, by modality. `features`: the token
     whose positions get vectors; the same one unless said otherwise. `marks`: further tokens of an item that get some.
+    `spares`: tokens that stand in place of a feature which the model's embedding has no row for; the first that it has.
     `regards`: another modality whose presence in the prompt changes the vectors of an item; its arrays then have
     BESIDE."""
 
     placeholders: Mapping[str, str] = {}
     features: Mapping[str, str] = {}
     marks: Mapping[str, tuple[str, ...]] = {}
+    spares: tuple[str, ...] = ()
+    num_tokens: int | None = None  # of the model's embedding, where that matters to `spares`
     regards: Mapping[str, str] = {}
     most_items: Mapping[str, int] = {}  # of a modality that a prompt may have; else any number
     mixes_modalities = True  # a prompt may have items of several

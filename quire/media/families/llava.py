@@ -16,7 +16,7 @@ from quire.schema.errors import InputError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_IMAGE = {
+IMAGE = {
     "do_resize": True,
     "size": {"shortest_edge": 224},
     "resample": BICUBIC,
@@ -83,7 +83,7 @@ class Llava(Family):
         if isinstance(token, str) and token:
             self.placeholders = {"image": token}
         self.tokens = ClipTokens(files)
-        defaults = {**_IMAGE, "do_pad": False, **_tower_size(files)}
+        defaults = {**IMAGE, "do_pad": False, **tower_size(files)}
         self.image = self.settings("image", defaults, "pad_size")
 
     def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
@@ -101,10 +101,10 @@ class Llava(Family):
         return self.placeholders[modality] * num
 
 
-def _tower_size(files: ProcessorFiles) -> dict[str, Any]:
+def tower_size(files: ProcessorFiles, modality: str = "image") -> dict[str, Any]:
     """The tower's own size where no file of a processor says one."""
     side = files.vision.get("image_size")
-    if files.parts.get("image") or not isinstance(side, int):
+    if files.parts.get(modality) or not isinstance(side, int):
         return {}
     return {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
 
@@ -181,7 +181,7 @@ class LlavaNext(Llava):
             [1008, 336],
             [336, 1008],
         ]
-        defaults = {**_IMAGE, "do_pad": True, "image_grid_pinpoints": pinpoints, **_tower_size(files)}
+        defaults = {**IMAGE, "do_pad": True, "image_grid_pinpoints": pinpoints, **tower_size(files)}
         self.image = self.settings("image", defaults)
 
     def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
@@ -215,12 +215,12 @@ class LlavaOneVision(Family):
         super().__init__(files)
         side = files.vision.get("image_size") or 384
         defaults = {
-            **_IMAGE, "do_center_crop": None, "crop_size": None, "do_pad": True,
+            **IMAGE, "do_center_crop": None, "crop_size": None, "do_pad": True,
             "size": {"height": side, "width": side},
             "image_grid_pinpoints": files.config.get("image_grid_pinpoints") or _onevision_choices(),
         }  # fmt: skip
         self.image = self.settings("image", defaults)
-        self.video = self.settings("video", {key: defaults[key] for key in (*_IMAGE, "do_pad")}, "num_frames", "fps")
+        self.video = self.settings("video", {key: defaults[key] for key in (*IMAGE, "do_pad")}, "num_frames", "fps")
         patch = files.vision.get("patch_size") or 14
         own = self.processor({
             "num_image_tokens": (side // patch) ** 2,

@@ -12,7 +12,7 @@ from quire.media.pixels import Array
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import CheckpointError, InputError
 
-_EXTRACTOR = {
+EXTRACTOR = {
     "feature_size": 128, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400,
     "padding_value": 0.0,    "dither": 0.0, "return_attention_mask": True, "padding_side": "right",
 }  # fmt: skip
@@ -57,7 +57,7 @@ class Qwen2Audio(Family):
         super().__init__(files)
         audio = files.config.get("audio_config")
         bins = audio.get("num_mel_bins") if isinstance(audio, Mapping) else None
-        self.audio = self.settings("audio", {**_EXTRACTOR, "feature_size": bins or 128}, "n_samples", "nb_max_frames")
+        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": bins or 128}, "n_samples", "nb_max_frames")
         self.features_of = WhisperFeatures(self.audio)
 
     def written(self, modality: str, number: int) -> str:
@@ -85,7 +85,7 @@ class Whisper(Family):
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
         bins = files.config.get("num_mel_bins")
-        self.audio = self.settings("audio", {**_EXTRACTOR, "feature_size": bins or 80}, "n_samples", "nb_max_frames")
+        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": bins or 80}, "n_samples", "nb_max_frames")
         self.features_of = WhisperFeatures(self.audio)
         self._check_config(files.config)
 

@@ -28,6 +28,7 @@ from quire.executor.base import Executor, WorkerProtocol, least_by_stage, one_mo
 from quire.executor.remote import RemoteExecutor, types_of
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec, ModelInfo
+from quire.schema.media import ArrayData, MediaItem
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan, StepResult
 
@@ -72,6 +73,7 @@ class RankWorker:
         self.layout: KVLayout | None = None
         self.plans: list[StepPlan] = []
         self.masks: list[Mask | None] = []
+        self.media = 0
         self._trip("build")
 
     def _trip(self, verb: str) -> None:
@@ -84,8 +86,11 @@ class RankWorker:
         self._trip("load")
         return ModelInfo(specs=(SPEC,), vocab_size=9, max_positions=64, num_parameters=10, weight_bytes=100)
 
+    def measure_media(self, items: tuple[MediaItem, ...]) -> None:
+        self.media = sum(len(array.data) for item in items for array in item.arrays.values())
+
     def free_bytes(self) -> int:
-        return 1000 - self.rank
+        return 1000 - self.rank - self.media
 
     def init_kv(self, layout: KVLayout) -> None:
         self.layout = layout
@@ -143,6 +148,10 @@ def test_every_rank_answers_for_itself(executor: RemoteExecutor) -> None:
     infos = executor.ask(WorkerProtocol.load)
     assert one_model(infos).weight_bytes == 300 and one_model(infos).num_parameters == 30
     assert executor.ask(WorkerProtocol.free_bytes) == [1000, 999, 998]
+    arrays = {"pixels": ArrayData((100,), "uint8", bytes(100))}
+    item = MediaItem(modality="image", key="largest", offset=0, length=4, arrays=arrays)
+    assert executor.ask(WorkerProtocol.measure_media, (item, item)) == [None, None, None]
+    assert executor.ask(WorkerProtocol.free_bytes) == [800, 799, 798]
     assert executor.ask(WorkerProtocol.init_kv, LAYOUT) == [None, None, None]
     executor.forward(PLAN)
     pending = executor.sample(4, Mask(index=(0,), rows=bytes(8), words=2))
