@@ -22,12 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
 SOURCES = "csrc/cpu"
-# A product and a sum are fused only where the source says so. Left to the compiler, which decides it for each copy of a
-# template, a row has other bits alone than beside others.
-FLAGS = [
-    "-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
-    "-pthread",
-]  # fmt: skip
+FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
 BF16 = ["-mavx512bf16"]

@@ -138,16 +138,22 @@ struct LowRankRun {
       T* to = y + (row + r) * y_stride + own.start + first;
       int64_t left = count;
       for (int v = 0; v < kVectors && left > 0; ++v, to += kLanes, left -= kLanes) {
-        const vf more = N::all_rounded(N::all_rounded(sums[r][v]) * scale);
         if (left >= kLanes) {
-          N::write(to, N::read(to) + more);
+          N::write(to, grown(N::read(to), sums[r][v], scale));
           continue;
         }
         T some[kLanes];
-        N::write(some, N::some(to, left) + more);
+        N::write(some, grown(N::some(to, left), sums[r][v], scale));
         memcpy(to, some, size_t(left) * sizeof(T));
       }
     }
+  }
+
+  // Numbers of 32 bits are fused in the source: a compiler that may choose does so in some copies of this template and not in
+  // others, and a row would have other bits alone than beside another.
+  static vf grown(vf before, vf sum, vf scale) {
+    if constexpr (Dtype == QC_F32) return fma(sum, scale, before);
+    else return before + N::all_rounded(N::all_rounded(sum) * scale);
   }
 };
 
