@@ -33,6 +33,7 @@ from quire.base.folders import remove_folder
 from quire.base.log import logger
 from quire.base.seal import new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
+from quire.base.streams import StreamHub, StreamWire
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.executor.beats import Activity, Pulses, StepLimit, WorkerBeat, stacks
 from quire.executor.members import SAID, Launch, WorkerBoot, on_this_host, why_dead, why_lost
@@ -125,7 +126,11 @@ class RemoteExecutor:
         self._folder = private_folder()
         secret = None if host is None else new_secret()
         mine = _HUB if host is None else f"tcp://{host}:*"
-        self._hub = Hub(self._folder, mine=mine, secret=secret)
+        self._hub: Hub | StreamHub
+        if secret is None:
+            self._hub = StreamHub(self._folder, mine=mine)
+        else:
+            self._hub = Hub(self._folder, mine=mine, secret=secret)
         self._ids = itertools.count()
         self._open: dict[tuple[int, int], Future[msgspec.Raw]] = {}  # by rank and call
         self._lock = threading.Lock()
@@ -372,7 +377,11 @@ def main(boot: bytes) -> None:
 def serve_worker(place: WorkerBoot) -> int:
     """A worker in this process, until it is told to leave: 0, or SAID if it could not be made and has said why."""
     name = str(place.rank).encode()
-    wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, secret=place.secret)
+    wire: Wire | StreamWire
+    if place.secret is None:
+        wire = StreamWire(place.folder, theirs=place.theirs, sender=name)
+    else:
+        wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, secret=place.secret)
     end = _End(place.rank, wire)
     if place.beat_s > 0:
         args = place.beat_s, place.step_limit_s
@@ -395,16 +404,19 @@ def serve_worker(place: WorkerBoot) -> int:
 class _End:
     """Runs what is asked for, in order; a thread waits for results of steps."""
 
-    def __init__(self, rank: int, wire: Wire) -> None:
+    def __init__(self, rank: int, wire: Wire | StreamWire) -> None:
         self._rank, self._wire = rank, wire
         self._results: queue.SimpleQueue[tuple[int, PendingResult]] = queue.SimpleQueue()
         self._called, self._read = Activity(), Activity()  # of the thread that runs calls, and that which reads results
 
     def serve(self, worker: WorkerProtocol) -> None:
-        """Until `shutdown` was asked for."""
+        """Until `shutdown` was asked for, or nobody is left who could."""
         threading.Thread(target=self._read_results, name="results", daemon=True).start()
         while True:
-            frames = self._wire.receive()
+            try:
+                frames = self._wire.receive()
+            except PeerGoneError:
+                return
             assert frames is not None
             call = _TO.decode(frames)
             is_step = call.verb in _STEP_VERBS and not call.is_call
