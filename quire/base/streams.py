@@ -13,6 +13,7 @@ the frames mean.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -27,10 +28,12 @@ from quire.base.log import logger
 from quire.base.sockets import LAST_WORDS_MS, PeerGoneError
 
 log = logger(__name__)
-_COUNT, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
+_COUNT, _LENGTH_BYTES = struct.Struct("<I"), 8
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MOST_FRAMES = 4097  # of a codec, and a sender's name
 _AT_ONCE = 256  # frames that are handed to the system as they are
-_READ_BYTES = 1 << 18
+_COPIED_BYTES = 1 << 14  # of a message up to which a copy of it takes less time than a call with several buffers
+_FEW_BYTES, _MANY_BYTES = 1 << 16, 1 << 20  # that are read at once, of messages that begin, and of one that goes on
 _CLOSED = "this end of the wire is closed"
 
 
@@ -41,8 +44,9 @@ class StreamError(PeerGoneError):
 class _Stream:
     """One end of a connection. Any thread may send; one reads."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
+    def __init__(self, connection: socket.socket, *, waits: bool) -> None:
+        """`waits`: `read` does, until something has come."""
+        connection.setblocking(waits)
         self._socket = connection
         self.descriptor = connection.fileno()
         self._lock = threading.Lock()
@@ -50,13 +54,16 @@ class _Stream:
         self._backlog: deque[memoryview] = deque()
         self._writer: threading.Thread | None = None
         self._is_broken = False  # the other end is gone
-        self._read = bytearray()
+        self._few = bytearray(_FEW_BYTES)  # a new one for every call would take ten times as long as the call
+        self._view = memoryview(self._few)
+        self._left = bytearray()  # of a message that has not come as a whole
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Nothing happens if the other end is gone."""
-        header = _COUNT.pack(len(frames)) + b"".join(_LENGTH.pack(len(frame)) for frame in frames)
+        lengths = [len(frame) for frame in frames]
+        header = struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths)
         parts: list[Frame] = [header, *frames]
-        if len(parts) > _AT_ONCE:
+        if sum(lengths) <= _COPIED_BYTES or len(parts) > _AT_ONCE:
             parts = [b"".join(parts)]
         with self._lock:
             if self._is_broken:
@@ -72,13 +79,15 @@ class _Stream:
     def _write(self, parts: Sequence[Frame]) -> list[Frame]:
         """What the system does not take now."""
         try:
-            taken = self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            taken = self._socket.send(parts[0], _FLAGS) if len(parts) == 1 else self._socket.sendmsg(parts, (), _FLAGS)
         except (BlockingIOError, InterruptedError):
             taken = 0
         except OSError:
             self._is_broken = True
             return []
         left: list[Frame] = []
+        if len(parts) == 1 and taken == len(parts[0]):
+            return left
         for part in parts:
             if taken < len(part):
                 left.append(memoryview(part)[taken:] if taken else part)
@@ -105,20 +114,24 @@ class _Stream:
     def read(self) -> list[list[Frame]] | None:
         """The messages that have come as a whole; None: the other end is gone, and everything it sent has been read."""
         try:
-            data = self._socket.recv(_READ_BYTES)
+            if self._left:  # the rest of a message, which may be large
+                data = memoryview(self._socket.recv(_MANY_BYTES))
+            else:
+                data = self._view[: self._socket.recv_into(self._few)]
         except (BlockingIOError, InterruptedError):
             return []
         except OSError:
             return None
-        if not data:
+        if not len(data):
             return None
-        if self._read:
-            self._read += data
-            messages, used = _messages_in(self._read)
-            del self._read[:used]
+        if self._left:
+            self._left += data
+            with memoryview(self._left) as joined:
+                messages, used = _messages_in(joined)
+            del self._left[:used]
             return messages
         messages, used = _messages_in(data)
-        self._read += data[used:]
+        self._left += data[used:]
         return messages
 
     def close(self, linger: float = 0.0) -> None:
@@ -133,7 +146,7 @@ class _Stream:
         self._socket.close()
 
 
-def _messages_in(data: bytes | bytearray) -> tuple[list[list[Frame]], int]:
+def _messages_in(data: memoryview) -> tuple[list[list[Frame]], int]:
     """Those that are whole, and how many bytes they take."""
     messages: list[list[Frame]] = []
     at = 0
@@ -141,21 +154,17 @@ def _messages_in(data: bytes | bytearray) -> tuple[list[list[Frame]], int]:
         (count,) = _COUNT.unpack_from(data, at)
         if not 0 < count <= _MOST_FRAMES:
             raise StreamError(f"a message of {count} frames; there are 1 to {_MOST_FRAMES}")
-        first = at + _COUNT.size + count * _LENGTH.size
+        first = at + _COUNT.size + count * _LENGTH_BYTES
         if len(data) < first:
             break
-        lengths = [_LENGTH.unpack_from(data, at + _COUNT.size + i * _LENGTH.size)[0] for i in range(count)]
+        lengths = struct.unpack_from(f"<{count}Q", data, at + _COUNT.size)
         if (total := sum(lengths)) > MAX_BYTES:
             raise StreamError(f"a message of {total} bytes; at most {MAX_BYTES} are allowed")
         if len(data) < first + total:
             break
-        whole = memoryview(bytes(memoryview(data)[first : first + total]))
-        frames: list[Frame] = []
-        begin = 0
-        for length in lengths:
-            frames.append(whole[begin : begin + length])
-            begin += length
-        messages.append(frames)
+        whole = memoryview(bytes(data[first : first + total]))
+        ends = list(itertools.accumulate(lengths, initial=0))
+        messages.append([whole[begin:end] for begin, end in itertools.pairwise(ends)])
         at = first + total
     return messages, at
 
@@ -172,10 +181,8 @@ class StreamWire:
         except BaseException:
             connection.close()
             raise
-        self._stream, self._closed = _Stream(connection), False
+        self._stream, self._closed = _Stream(connection, waits=True), False
         self._come: deque[list[Frame]] = deque()
-        self._ready = select.poll()
-        self._ready.register(self._stream.descriptor, select.POLLIN)
         self._stream.send([sender])
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -187,7 +194,6 @@ class StreamWire:
         while not self._come:
             if self._closed:
                 raise PeerGoneError(_CLOSED)
-            self._ready.poll()
             messages = self._stream.read()
             if messages is None:
                 raise PeerGoneError("the other end is gone")
@@ -216,6 +222,9 @@ class StreamHub:
         except BaseException:
             self._listener.close()
             raise
+        self._readable, self._watched = select.poll(), set[int]()  # only the reader's; and which notices it has
+        for descriptor in (self._woken, self._listener.fileno()):
+            self._readable.register(descriptor, select.POLLIN)
         self._lock = threading.Lock()  # over what follows
         self._streams: dict[int, _Stream] = {}  # by descriptor
         self._names: dict[int, bytes] = {}  # of those that have said theirs
@@ -250,7 +259,11 @@ class StreamHub:
         while not self._come:
             if self._closed:
                 raise PeerGoneError(_CLOSED)
-            ready = self._wait(notices, until)
+            for notice in notices:
+                if notice not in self._watched:
+                    self._watched.add(notice)
+                    self._readable.register(notice, select.POLLIN)
+            ready = self._wait(until)
             if not ready:
                 return None
             if not self._read_all(ready) and not ready.isdisjoint(notices) and not self._hear_last_words():
@@ -260,17 +273,17 @@ class StreamHub:
     def _hear_last_words(self) -> bool:
         """After a death: whether more comes that was on its way, or that others say of it."""
         until = now() + LAST_WORDS_MS / 1000
-        while not self._come and not self._closed and self._streams and (ready := self._wait((), until)):
+        for notice in self._watched:
+            self._readable.unregister(notice)
+        self._watched.clear()
+        while not self._come and not self._closed and self._streams and (ready := self._wait(until)):
             self._read_all(ready)
         return bool(self._come)
 
-    def _wait(self, notices: Sequence[int], until: float | None) -> set[int]:
+    def _wait(self, until: float | None) -> set[int]:
         """The descriptors that turned readable; none: it took too long."""
-        ready = select.poll()
-        for descriptor in (self._woken, self._listener.fileno(), *self._streams, *notices):
-            ready.register(descriptor, select.POLLIN)
         left = None if until is None else max(0.0, 1000 * (until - now()))
-        return {descriptor for descriptor, _ in ready.poll(left)}
+        return {descriptor for descriptor, _ in self._readable.poll(left)}
 
     def _read_all(self, ready: set[int]) -> bool:
         """Whether anything came: a message, a part of one, or somebody who will send some."""
@@ -296,9 +309,10 @@ class StreamHub:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        stream = _Stream(connection)
+        stream = _Stream(connection, waits=False)
         with self._lock:
             self._streams[stream.descriptor] = stream
+        self._readable.register(stream.descriptor, select.POLLIN)
 
     def _take(self, descriptor: int, stream: _Stream, frames: list[Frame]) -> None:
         if (name := self._names.get(descriptor)) is not None:
@@ -309,6 +323,7 @@ class StreamHub:
             self._ways[name] = stream
 
     def _drop(self, descriptor: int, stream: _Stream) -> None:
+        self._readable.unregister(descriptor)
         with self._lock:
             del self._streams[descriptor]
             name = self._names.pop(descriptor, b"")
