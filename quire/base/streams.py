@@ -41,7 +41,7 @@ class StreamError(PeerGoneError):
     """What came is no message: nothing after it can be read."""
 
 
-class _Stream:
+class _StreamEnd:
     """One end of a connection. Any thread may send; one reads."""
 
     def __init__(self, connection: socket.socket, *, waits: bool) -> None:
@@ -181,7 +181,7 @@ class StreamWire:
         except BaseException:
             connection.close()
             raise
-        self._stream, self._closed = _Stream(connection, waits=True), False
+        self._stream, self._closed = _StreamEnd(connection, waits=True), False
         self._come: deque[list[Frame]] = deque()
         self._stream.send([sender])
 
@@ -226,9 +226,9 @@ class StreamHub:
         for descriptor in (self._woken, self._listener.fileno()):
             self._readable.register(descriptor, select.POLLIN)
         self._lock = threading.Lock()  # over what follows
-        self._streams: dict[int, _Stream] = {}  # by descriptor
+        self._streams: dict[int, _StreamEnd] = {}  # by descriptor
         self._names: dict[int, bytes] = {}  # of those that have said theirs
-        self._ways: dict[bytes, _Stream] = {}
+        self._ways: dict[bytes, _StreamEnd] = {}
         self._closed = False
         self._come: deque[tuple[bytes, list[Frame]]] = deque()
         self._reading = threading.Lock()
@@ -309,12 +309,12 @@ class StreamHub:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        stream = _Stream(connection, waits=False)
+        stream = _StreamEnd(connection, waits=False)
         with self._lock:
             self._streams[stream.descriptor] = stream
         self._readable.register(stream.descriptor, select.POLLIN)
 
-    def _take(self, descriptor: int, stream: _Stream, frames: list[Frame]) -> None:
+    def _take(self, descriptor: int, stream: _StreamEnd, frames: list[Frame]) -> None:
         if (name := self._names.get(descriptor)) is not None:
             self._come.append((name, frames))
             return
@@ -322,7 +322,7 @@ class StreamHub:
             self._names[descriptor] = name = bytes(frames[0])
             self._ways[name] = stream
 
-    def _drop(self, descriptor: int, stream: _Stream) -> None:
+    def _drop(self, descriptor: int, stream: _StreamEnd) -> None:
         self._readable.unregister(descriptor)
         with self._lock:
             del self._streams[descriptor]

@@ -106,12 +106,12 @@ class RayCluster:
     def placed(self, begin: str) -> dict[str, list[str]]:
         """Where bundles are that any program has been given: by the names of their groups that begin so, node by
         bundle."""
-        found = {}
+        groups = dict[str, list[str]]()
         for group in self.ray.util.placement_group_table().values():
             if group["name"].startswith(begin) and group["state"] == "CREATED":
                 nodes = group["bundles_to_node_id"]
-                found[group["name"]] = [nodes[index] for index in sorted(nodes)]
-        return found
+                groups[group["name"]] = [nodes[index] for index in sorted(nodes)]
+        return groups
 
     def places(self, actors: Sequence[Any]) -> list[NodePlace]:
         return [NodePlace(*place) for place in self.get([actor.place.remote() for actor in actors])]
