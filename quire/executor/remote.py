@@ -103,7 +103,7 @@ class _UnheardError(Exception):
 
 
 class RemoteExecutor:
-    """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: ipc.
+    """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: they are here.
     `stages`: into how many groups of equal size the workers are divided, in the order of ranks; the first of the last
     group answers for a step. `nodes`: into how many machines, likewise. `launch`: what starts the workers. `meeting`:
     where they find each other, if not here."""
