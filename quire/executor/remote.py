@@ -14,6 +14,7 @@ secret of this run, which a worker process gets through its standard input. Must
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import queue
@@ -431,6 +432,9 @@ class _End:
                 self._called.end()
             if call.verb == "shutdown" and not call.is_call:
                 return
+            if call.verb == "warm_up" and not call.is_call:
+                gc.collect(1)  # not what was imported, which is old
+                gc.freeze()  # what the start made stays: later collections need not look through it
             if call.verb == "sample" and not call.is_call:
                 self._results.put((call.call_id, value))
             elif call.call_id != _NOBODY:
