@@ -19,6 +19,7 @@ class FakeRay:
     def __init__(self, rooms: int = 99) -> None:
         self.rooms, self.is_up = rooms, False
         self.bundles: list[dict[str, float]] = []
+        self.groups: list[dict[str, Any]] = [{"name": "", "state": "PENDING", "bundles_to_node_id": {}}]
         self.options: list[dict[str, Any]] = []
         self.killed: list[Any] = []
         self.removed = 0
@@ -35,6 +36,7 @@ class FakeRay:
         ray.util.get_node_ip_address = lambda: ADDRESS
         ray.util.get_current_placement_group = lambda: None
         ray.util.placement_group, ray.util.remove_placement_group = self._place, self._remove
+        ray.util.placement_group_table = lambda: dict(enumerate(self.groups))
         strategies: Any = ModuleType("ray.util.scheduling_strategies")
         strategies.PlacementGroupSchedulingStrategy = SimpleNamespace
         modules = {"ray": ray, "ray.util": ray.util, "ray.util.scheduling_strategies": strategies}
@@ -51,8 +53,10 @@ class FakeRay:
     def _shut_down(self) -> None:
         self.is_up = False
 
-    def _place(self, bundles: list[dict[str, float]], strategy: str) -> Any:
+    def _place(self, bundles: list[dict[str, float]], strategy: str, name: str = "") -> Any:
         self.bundles = bundles
+        nodes = {index: f"node-{index % 2}" for index in range(len(bundles))}
+        self.groups.append({"name": name, "state": "CREATED", "bundles_to_node_id": nodes})
         return SimpleNamespace(wait=lambda limit: len(bundles) <= self.rooms, bundle_specs=bundles)
 
     def _remove(self, group: Any) -> None:
@@ -77,10 +81,16 @@ class _Handle:
         self._actor, self._number, self._failure = actor, number, failure
         self.place = SimpleNamespace(remote=self._place)
         self.run = SimpleNamespace(remote=self._run)
+        self.free_port = SimpleNamespace(remote=self._free_port)
 
     def _place(self) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result((f"node-{self._number % 2}", ADDRESS))
+        return future
+
+    def _free_port(self, address: str) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self._actor.free_port(address))
         return future
 
     def _run(self, *args: Any) -> Future[Any]:

@@ -17,6 +17,7 @@ from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
 from quire.ops.qkv import prepare_qkv as prepare_reference
 from quire.ops.triton import act, few, moe, moe_many, norm, rope, sample
+from quire.ops.triton import parts as sum_parts
 
 EXACT = {"rtol": 2e-5, "atol": 2e-5}
 LIMITS = {torch.float16: (2e-3, 8e-3), torch.bfloat16: (1e-2, 4e-2)}  # of the norm; of the worst, by the largest
@@ -236,7 +237,23 @@ def check_few(device, dtype, rows, n, k, *, config=None, early=False, seed=0):
         found = few.norm_linear(x, rule, both, None, given_act, codes={silu: act.SILU}, early=early)
         close(found, few_ops.norm_linear(x, rule, both, None, meant), dtype)
     close(few.linear_add(x, weight, None, stream, early=early), few_ops.linear_add(x, weight, None, stream), dtype)
-    close(few.linear_add(x, weight, bias, stream, early=early), few_ops.linear_add(x, weight, bias, stream), dtype)
+    for given_stream in (stream, None):
+        found = few.linear_add(x, weight, bias, given_stream, early=early)
+        close(found, few_ops.linear_add(x, weight, bias, given_stream), dtype)
+
+
+def check_sum_parts(device, dtype, parts, rows, width, *, early=False, seed=0):
+    """The bits that a norm adds to a stream, which adds parts up in their order."""
+    draw = Draw(seed, device)
+    product = PartialSums(draw.normal(parts, rows, width), dtype)
+    total = product.sums[0].clone()
+    for part in product.sums[1:]:
+        total += part
+    found = sum_parts.sum_parts(product, early=early)
+    assert found.dtype is dtype and torch.equal(found, total.to(dtype))
+    stream = torch.zeros(rows, width, dtype=dtype, device=device)
+    _, added = norm.add_rms_norm(stream, product, draw.normal(width).to(dtype), 1e-6, early=early)
+    assert torch.equal(found, added)
 
 
 class Rows(tuple):

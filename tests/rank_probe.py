@@ -46,6 +46,12 @@ def ray_node_of(worker: Any) -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def share_of_node(worker: Any) -> tuple[int, int]:
+    """Which of how many workers of this machine it is, as far as it knows."""
+    parallel = worker.config.parallel_config
+    return parallel.place_here, parallel.num_engines_here
+
+
 def kv_bytes(worker: Any) -> int:
     """Of a worker's KV memory."""
     kv = worker.model_runner.kv

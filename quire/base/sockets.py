@@ -35,7 +35,7 @@ _SILENT_S = 30.0  # without an answer, at least, before a connection over TCP is
 _SILENT_LIMITS = 6  # or so many times NODE_TIMEOUT_S
 _ASKED = 3  # times within that
 _LONGEST_TTL_MS = 6_553_599  # that ZeroMQ takes
-_LAST_WORDS_MS = 300  # after a death notice: how long frames already on their way may take to arrive
+LAST_WORDS_MS = 300  # after a death notice: how long frames already on their way may take to arrive
 
 
 class PeerGoneError(ConnectionError):
@@ -162,7 +162,7 @@ class _Inbox:
         ready = dict(poller.poll(milliseconds))
         if not ready:
             return None
-        if self._socket not in ready and not self._socket.poll(_LAST_WORDS_MS):
+        if self._socket not in ready and not self._socket.poll(LAST_WORDS_MS):
             raise PeerGoneError("the other end is dead")
         return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
 

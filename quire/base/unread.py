@@ -13,6 +13,10 @@ from quire.base import env
 _COMPILER = "no model is compiled here: kernels are written by hand"
 _SUMS = "ranks sum through NCCL"
 _RAY = "a Ray worker has a bundle of its own with one device, and talks over Quire's own connections"
+_PACKED = (
+    "Ray packs engines on as few nodes as have room, data_parallel_size_local of them on the server's own; the ranks "
+    "of an engine may be on several nodes with distributed_executor_backend=ray"
+)
 _ATTENTION = "Quire has one attention kernel for each kind of device"
 _EXPERTS = "Quire has kernels of its own for experts and quantized layers"
 _TRANSFER = "KV transfer between engines is not in this version"
@@ -30,7 +34,8 @@ _REASONS: dict[str, str] = {
     "USE_BYTECODE_HOOK USE_STANDALONE_COMPILE",
     _SUMS: "ALLREDUCE_USE_SYMM_MEM SKIP_P2P_CHECK USE_NCCL_SYMM_MEM",
     _RANK: "DP_MASTER_IP DP_MASTER_PORT",
-    _RAY: "RAY_BUNDLE_INDICES RAY_DP_PACK_STRATEGY RAY_PER_WORKER_GPUS USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
+    _RAY: "RAY_BUNDLE_INDICES RAY_PER_WORKER_GPUS USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
+    _PACKED: "RAY_DP_PACK_STRATEGY",
     _ATTENTION: "ATTENTION_BACKEND DISABLE_FLASHINFER_PREFILL FLASHINFER_DISABLE_Q_QUANTIZATION "
     "FLASH_ATTN_MAX_NUM_SPLITS_FOR_CUDA_GRAPH FLASH_ATTN_VERSION MLA_DISABLE USE_CUDNN_PREFILL USE_TRTLLM_ATTENTION "
     "USE_TRTLLM_RAGGED_DEEPSEEK_PREFILL V1_USE_PREFILL_DECODE_ATTENTION",

@@ -196,6 +196,7 @@ class ParallelConfig(Group):
     num_engines_elsewhere: int = 0  # that other machines start, behind this program's port
     num_engines_near: int = 0  # of these, how many Ray has to start on this program's node at least
     num_engines_here: int = 1  # among which the processors and the memory of this machine are divided
+    ray_run: str = ""  # names the placement groups of engines that are started together; "": one engine
     experts_span_engines: bool = False  # the ranks of all engines divide experts among themselves
     experts_meeting: str = ""  # a URL at which they find each other
 

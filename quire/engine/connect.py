@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ def start_several(config: EngineConfig, *, begun: Sequence[Begun] = (), shared: 
             "(QUIRE_ENABLE_V1_MULTIPROCESSING=0 forbids them)",
             param="data_parallel_size",
         )
+    if parallel.distributed_executor_backend == "ray":  # whose workers may share nodes
+        config = replace(config, **{"parallel_config.ray_run": secrets.token_hex(8)})
     waiting = list(begun)
     members: list[MemberClient] = []
     with contextlib.ExitStack() as made:  # undone, unless all of it is

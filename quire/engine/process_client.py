@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 log = logger(__name__)
 MAIN = "quire.engine.proc:main"
 EARLY = "quire.worker.main"  # the slowest import of an engine process
+# What an engine itself may have to prove: to other machines, and to a Ray cluster that wants a token.
+_KEPT = (*env.NODE_KEY.spellings, "RAY_AUTH_")
 _SHUTDOWN_PATIENCE_S = 10.0
 _LAST_WORDS_S = 1.0
 _ENGINE = "engine"  # name of its mailbox
@@ -80,7 +82,7 @@ def begin_engine(*, shared: bool = False, name: str = "the engine") -> Begun:
     folder = private_folder()
     life, child_end = os.pipe() if shared else (-1, -1)
     keep = (child_end,) if shared else ()
-    child = Child(MAIN, None, name=name, litter=folder, keep=keep, early=EARLY, keep_env=env.NODE_KEY.spellings)
+    child = Child(MAIN, None, name=name, litter=folder, keep=keep, early=EARLY, keep_env=_KEPT)
     if shared:
         os.close(child_end)
     return Begun(folder, life, child)

@@ -120,7 +120,7 @@ class RayEngines:
             "is_headless": True, "data_parallel_rank": rank, "data_parallel_size_local": 1, "num_engines_elsewhere": 0,
         }  # fmt: skip
         changes = {f"parallel_config.{name}": value for name, value in place.items()}
-        changes |= share_of(self._places, number, self._config.device_config.device)
+        changes |= share_of([one.node for one in self._places], number, self._config.device_config.device)
         return msgspec.Raw(msgspec.msgpack.encode(for_children(replace(self._config, **changes))))
 
     def _follow(self, machines: Machines, rank: int, where: str, running: Any) -> None:

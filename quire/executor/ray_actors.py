@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.base import env, registry
+from quire.base.clock import now
 from quire.base.lifeline import free_port
 from quire.base.log import logger
 from quire.config.engine import replace
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 log = logger(__name__)
 _NOTICE_S = 2.0  # how much later than its peers' complaints Ray may tell of a death
 _WAIT_S = 1.0
+_LOOK_S = 0.1  # between two looks at whether other engines have their workers
 BUILD = "quire.executor.ray_actors:build_where_files_are"
 
 
@@ -120,12 +123,15 @@ class RayActors:
     def __init__(self, cluster: RayCluster, config: EngineConfig) -> None:
         self.cluster = cluster
         self._config, size = config, config.parallel_config.world_size
-        self._left = 0
+        self._left, self._group = 0, ""
+        if run := config.parallel_config.ray_run:
+            self._group = f"{run} engine {config.parallel_config.data_parallel_rank:06}"
         try:
             needs = {"GPU" if config.device_config.device == "cuda" else "CPU": 1.0}
-            self._actors = cluster.make(RayWorker, needs, size, what="workers")
+            self._actors = cluster.make(RayWorker, needs, size, what="workers", name=self._group)
             self._places = cluster.places(self._actors)
             self._sort()
+            self._sharers, self._first = self._find_sharers()
             first = self._places[0].address
             port = cluster.get(self._actors[0].free_port.remote(first))
         except BaseException:
@@ -143,6 +149,22 @@ class RayActors:
         self._actors = [self._actors[i] for i in order]
         self._places = [self._places[i] for i in order]
 
+    def _find_sharers(self) -> tuple[list[str], int]:
+        """The nodes of all workers among which processors are divided, in an order that all engines agree on, and
+        which of them is the first of this engine. With several engines: once all have theirs."""
+        own, parallel = [place.node for place in self._places], self._config.parallel_config
+        if not self._group or self._config.device_config.device == "cuda":
+            return own, 0
+        on_ray = parallel.data_parallel_backend == "ray"
+        size = parallel.data_parallel_size if on_ray else parallel.data_parallel_size_local
+        until = now() + env.ENGINE_START_TIMEOUT_S.get()
+        while len(placed := self.cluster.placed(parallel.ray_run)) < size and now() < until:
+            time.sleep(_LOOK_S)
+        placed[self._group] = own  # as sorted
+        names = sorted(placed)
+        before = sum(len(placed[name]) for name in names[: names.index(self._group)])
+        return [node for name in names for node in placed[name]], before
+
     def __call__(self, boots: Sequence[WorkerBoot], names: Sequence[str]) -> list[RayMember]:
         variables = env.settings()
         return [self._start(boot, name, variables) for boot, name in zip(boots, names, strict=True)]
@@ -150,7 +172,7 @@ class RayActors:
     def _start(self, boot: WorkerBoot, name: str, variables: dict[str, str]) -> RayMember:
         node, address = self._places[boot.rank]
         actor = self._actors[boot.rank]
-        share = share_of(self._places, boot.rank, self._config.device_config.device)
+        share = share_of(self._sharers, self._first + boot.rank, self._config.device_config.device)
         changes = {"parallel_config.nnodes": len(self._places), **share}
         config = msgspec.Raw(msgspec.msgpack.encode(replace(self._config, **changes)))
         encoded = msgspec.msgpack.encode(msgspec.structs.replace(boot, config=config))

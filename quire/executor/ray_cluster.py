@@ -63,16 +63,18 @@ class RayCluster:
                 self.ray.init(log_to_driver=True, include_dashboard=False)
         return True
 
-    def make(self, actor: type, needs: Mapping[str, float], size: int, *, what: str, near: int = 0) -> list[Any]:
+    def make(
+        self, actor: type, needs: Mapping[str, float], size: int, *, what: str, near: int = 0, name: str = ""
+    ) -> list[Any]:
         """So many of them, each with what one `needs` of "CPU" or "GPU"; nothing: each anywhere. `near`: how many have
-        to be on this program's node. `what` they are called."""
+        to be on this program's node. `what` they are called; `name`: by which other programs find their bundles."""
         # "num_cpus" is 1 unless it is given, which a bundle of GPUs alone has no room for
         options = {"num_cpus": 0} | {f"num_{name.lower()}s": amount for name, amount in needs.items()}
         remote = self.ray.remote(actor)
         if not needs:
             here = {f"node:{self.here.address}": _NODE}
             return [remote.options(**options, resources=here if i < near else {}).remote() for i in range(size)]
-        group = self._find_group(needs, size, what, near)
+        group = self._find_group(needs, size, what, near, name)
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         return [
             remote.options(
@@ -84,7 +86,7 @@ class RayCluster:
             for index in range(size)
         ]
 
-    def _find_group(self, needs: Mapping[str, float], size: int, what: str, near: int) -> Any:
+    def _find_group(self, needs: Mapping[str, float], size: int, what: str, near: int, name: str) -> Any:
         group = self.ray.util.get_current_placement_group()
         if group is not None:
             if len(group.bundle_specs) < size:
@@ -92,7 +94,7 @@ class RayCluster:
             return group
         here = {f"node:{self.here.address}": _NODE}
         bundles = [{**needs, **(here if index < near else {})} for index in range(size)]
-        group = self._group = self.ray.util.placement_group(bundles, strategy="PACK")
+        group = self._group = self.ray.util.placement_group(bundles, strategy="PACK", name=name)
         if not group.wait(env.ENGINE_START_TIMEOUT_S.get()):
             where = f", {near} of them on {self.here.address}" if near else ""
             raise EngineDeadError(
@@ -100,6 +102,16 @@ class RayCluster:
                 f"{self.ray.available_resources()}"
             )
         return group
+
+    def placed(self, begin: str) -> dict[str, list[str]]:
+        """Where bundles are that any program has been given: by the names of their groups that begin so, node by
+        bundle."""
+        groups = dict[str, list[str]]()
+        for group in self.ray.util.placement_group_table().values():
+            if group["name"].startswith(begin) and group["state"] == "CREATED":
+                nodes = group["bundles_to_node_id"]
+                groups[group["name"]] = [nodes[index] for index in sorted(nodes)]
+        return groups
 
     def places(self, actors: Sequence[Any]) -> list[NodePlace]:
         return [NodePlace(*place) for place in self.get([actor.place.remote() for actor in actors])]
@@ -121,12 +133,12 @@ class RayCluster:
             self.ray.shutdown()
 
 
-def share_of(places: Sequence[NodePlace], number: int, device: str) -> dict[str, int]:
+def share_of(nodes: Sequence[str], number: int, device: str) -> dict[str, int]:
     """Which part of its node one of them has, as ParallelConfig says it. Ray shows each its own GPUs; processors are
     divided among those of a node."""
     place, count = 0, 1
     if device != "cuda":
-        here = [other for other, one in enumerate(places) if one.node == places[number].node]
+        here = [other for other, node in enumerate(nodes) if node == nodes[number]]
         place, count = here.index(number), len(here)
     return {"parallel_config.data_parallel_rank_local": place, "parallel_config.num_engines_here": count}
 

@@ -14,6 +14,7 @@ secret of this run, which a worker process gets through its standard input. Must
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import queue
@@ -33,6 +34,7 @@ from quire.base.folders import remove_folder
 from quire.base.log import logger
 from quire.base.seal import new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
+from quire.base.streams import StreamHub, StreamWire
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.executor.beats import Activity, Pulses, StepLimit, WorkerBeat, stacks
 from quire.executor.members import SAID, Launch, WorkerBoot, on_this_host, why_dead, why_lost
@@ -102,7 +104,7 @@ class _UnheardError(Exception):
 
 
 class RemoteExecutor:
-    """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: ipc.
+    """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: they are here.
     `stages`: into how many groups of equal size the workers are divided, in the order of ranks; the first of the last
     group answers for a step. `nodes`: into how many machines, likewise. `launch`: what starts the workers. `meeting`:
     where they find each other, if not here."""
@@ -125,7 +127,11 @@ class RemoteExecutor:
         self._folder = private_folder()
         secret = None if host is None else new_secret()
         mine = _HUB if host is None else f"tcp://{host}:*"
-        self._hub = Hub(self._folder, mine=mine, secret=secret)
+        self._hub: Hub | StreamHub
+        if secret is None:
+            self._hub = StreamHub(self._folder, mine=mine)
+        else:
+            self._hub = Hub(self._folder, mine=mine, secret=secret)
         self._ids = itertools.count()
         self._open: dict[tuple[int, int], Future[msgspec.Raw]] = {}  # by rank and call
         self._lock = threading.Lock()
@@ -372,7 +378,11 @@ def main(boot: bytes) -> None:
 def serve_worker(place: WorkerBoot) -> int:
     """A worker in this process, until it is told to leave: 0, or SAID if it could not be made and has said why."""
     name = str(place.rank).encode()
-    wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, secret=place.secret)
+    wire: Wire | StreamWire
+    if place.secret is None:
+        wire = StreamWire(place.folder, theirs=place.theirs, sender=name)
+    else:
+        wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, secret=place.secret)
     end = _End(place.rank, wire)
     if place.beat_s > 0:
         args = place.beat_s, place.step_limit_s
@@ -395,16 +405,19 @@ def serve_worker(place: WorkerBoot) -> int:
 class _End:
     """Runs what is asked for, in order; a thread waits for results of steps."""
 
-    def __init__(self, rank: int, wire: Wire) -> None:
+    def __init__(self, rank: int, wire: Wire | StreamWire) -> None:
         self._rank, self._wire = rank, wire
         self._results: queue.SimpleQueue[tuple[int, PendingResult]] = queue.SimpleQueue()
         self._called, self._read = Activity(), Activity()  # of the thread that runs calls, and that which reads results
 
     def serve(self, worker: WorkerProtocol) -> None:
-        """Until `shutdown` was asked for."""
+        """Until `shutdown` was asked for, or nobody is left who could."""
         threading.Thread(target=self._read_results, name="results", daemon=True).start()
         while True:
-            frames = self._wire.receive()
+            try:
+                frames = self._wire.receive()
+            except PeerGoneError:
+                return
             assert frames is not None
             call = _TO.decode(frames)
             is_step = call.verb in _STEP_VERBS and not call.is_call
@@ -419,6 +432,9 @@ class _End:
                 self._called.end()
             if call.verb == "shutdown" and not call.is_call:
                 return
+            if call.verb == "warm_up" and not call.is_call:
+                gc.collect(1)  # not what was imported, which is old
+                gc.freeze()  # what the start made stays: later collections need not look through it
             if call.verb == "sample" and not call.is_call:
                 self._results.put((call.call_id, value))
             elif call.call_id != _NOBODY:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from quire.layers.stored import MatrixLayer
 from quire.ops.coded import CodedWeight
+from quire.ops.few import sum_parts
 from quire.ops.lora import AddedLowRank, LowRank
+from quire.ops.parts import PartialSums
 from quire.quant.scheme import MatrixShape, Slot, Storage
 from quire.quant.shard import Span
 
@@ -47,6 +49,8 @@ class Linear(MatrixLayer):
         self.in_size, self.out_size = width.count, self.stored.shape.rows
         self._multiply = self.stored.multiply_wide if wide else self.stored.multiply
         self._reduce = storage.group.sum_over(in_size) if isinstance(in_size, Span) else None
+        self._sum_parts = storage.of(sum_parts)
+        self._adds_stream = width.start == 0  # of ranks whose results are added up, one adds what comes to them
         self.absorbed = absorbed
         self.adapters: LinearAdapters | None = None  # unless the engine serves adapters
 
@@ -64,12 +68,26 @@ class Linear(MatrixLayer):
     @property
     def may_be_few(self) -> bool:
         """Whether `read_few` may give something, as far as is known before weights are loaded."""
-        return (self.stored.is_plain or self.stored.may_be_few) and self._reduce is None
+        return self.stored.is_plain or self.stored.may_be_few
 
     def read_few(self) -> tuple[Tensor | CodedWeight, Tensor | None] | None:
-        """As `read_plain`, for ops of ops/few.py, some of which take some codes; None: it is not one matrix."""
-        matrix = self.stored.few_form() if self._reduce is None else None
+        """As `read_plain`, for ops of ops/few.py, some of which take some codes; None: it is not one matrix. What they
+        compute is this rank's part: `summed`, `sum_parts` and `own_stream` are for who reads a matrix whose results are
+        added up."""
+        matrix = self.stored.few_form()
         return None if matrix is None else (matrix, self.stored.bias)
+
+    def summed(self, own: Tensor) -> Tensor:
+        """What ops have computed of this rank's part, added up over ranks if this matmul is cut so."""
+        return own if self._reduce is None else self._reduce(own)
+
+    def sum_parts(self, own: PartialSums) -> Tensor | PartialSums:
+        """As `summed`; where nothing is added up over ranks, parts are left to their consumer."""
+        return own if self._reduce is None else self._reduce(self._sum_parts(own))
+
+    def own_stream(self, stream: Tensor) -> Tensor | None:
+        """What this rank adds to its part before parts are added up, so that the sum is the stream plus the result."""
+        return stream if self._adds_stream else None
 
     def added(self, num_rows: int) -> AddedLowRank | None:
         """What adapters add to these rows, for ops that add it themselves; None: nothing."""

@@ -41,7 +41,8 @@ class Mlp(nn.Module):
         """x + mlp(norm(x)), for a few rows: see ops/few.py."""
         up, down = self.up.read_few(), self.down.read_few()
         assert up is not None and down is not None
-        return self._linear_add(self._norm_linear(x, norm, *up, self._act), *down, x)
+        between = self._norm_linear(x, norm, *up, self._act)
+        return self.down.summed(self._linear_add(between, *down, self.down.own_stream(x)))
 
     def few_matrices(self) -> list[Tensor | CodedWeight] | None:
         """What `join` and `in_parts` read, as loaded; None: there is something that they cannot."""
@@ -53,11 +54,11 @@ class Mlp(nn.Module):
         return [self.up, self.down]
 
     def in_parts(self, x: Tensor) -> Tensor | PartialSums:
-        """mlp(x), to be added up by the next norm: see ops/few.py."""
+        """mlp(x), to be added up by the next norm, unless it is over ranks: see ops/few.py."""
         up, down, rows = self.up.read_few(), self.down.read_few(), len(x)
         assert up is not None and down is not None
         between = self._linear_act(x, *up, self._act, self.up.added(rows))
-        return self._linear_parts(between, *down, self.down.added(rows))
+        return self.down.sum_parts(self._linear_parts(between, *down, self.down.added(rows)))
 
     def of_rounded(self, x: RoundedRows) -> Tensor:
         """mlp(x) of inputs that are codes, and codes between its matmuls: see ops/rounded.py."""
@@ -66,7 +67,7 @@ class Mlp(nn.Module):
             up is not None and down is not None and isinstance(up[0], CodedWeight) and isinstance(down[0], CodedWeight)
         )
         between = self._act_rounded(self._rounded_linear(x, up[0], up[1]), self._act, RowCode.of(down[0]))
-        return self._rounded_linear(between, down[0], down[1])
+        return self.down.summed(self._rounded_linear(between, down[0], down[1]))
 
 
 class NormedMlp(Mlp):

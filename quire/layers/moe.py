@@ -80,6 +80,7 @@ class Experts(ExpertLayer):
             self._share = ExpertShare(placed, storage.group.expert_rank, shape.experts, storage.kernels, counts=counts)
         self.hold(storage.schemes.of_experts(prefix).create(shape if own is None else replace(shape, experts=len(own))))
         self._reduce = storage.group.sum_over(shape.ffn) if own is None else storage.group.reduce
+        self._adds_stream = own is None and shape.ffn.start == 0  # of ranks whose results are added up, one does
         self.adapters: ExpertAdapters | None = None  # unless the engine serves adapters
 
     @property
@@ -93,13 +94,15 @@ class Experts(ExpertLayer):
         return self._reduce is not None
 
     def forward(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Sum over a token's experts of weight * expert(x); added to `stream`, which a sum over ranks does not take."""
+        """Sum over a token's experts of weight * expert(x); added to `stream`, which whole experts of ranks do not
+        take."""
         if self._share is not None:
             if self._spread is not None:
                 y = self._across(self._spread, self._share, x, weights, index)
             else:
                 y = self._share.multiply(self.stored, x, weights, index)
             return y if self._reduce is None else self._reduce(y)
+        stream = stream if self._adds_stream else None
         y = self.stored.multiply(x, weights, index, stream)
         if self.adapters is not None:
             for slot, rows in self.adapters.groups(len(x)):
@@ -233,7 +236,7 @@ class Moe(nn.Module):
         self._route = storage.of(route)
         self._sum, self._sigmoid = storage.of(sum_choices), storage.of(sigmoid)
         self._norm_router = storage.of(norm_router)
-        alone = self.shared is None and not kind.latent and not kind.weigh_input and not self.experts.is_summed
+        alone = self.shared is None and not kind.latent and not kind.weigh_input and self.experts.share is None
         alone = alone and not kind.identities
         self.joins = self.router.is_plain and alone  # whether `join` and `in_parts` may be called; experts may be codes
 

@@ -140,7 +140,7 @@ class Few:
         attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
         assert qkv is not None and o is not None
         heads = self._norm_linear(x, self.rules[0], *qkv)
-        x = self._linear_add(attn.attend(heads, batch, rotary), *o, x)
+        x = attn.o.summed(self._linear_add(attn.attend(heads, batch, rotary), *o, attn.o.own_stream(x)))
         return self.mlp.join(x, self.rules[1])
 
 
@@ -172,7 +172,7 @@ class InParts:
         assert qkv is not None and o is not None
         h, x = self.norms[0].add(x, delta)
         heads = self._linear_parts(h, *qkv, attn.qkv.added(len(h)))
-        out = self._linear_parts(attn.attend(heads, batch, rotary), *o, attn.o.added(len(h)))
+        out = attn.o.sum_parts(self._linear_parts(attn.attend(heads, batch, rotary), *o, attn.o.added(len(h))))
         h, x = self.norms[1].add(x, out)
         return x, self.mlp.in_parts(h)
 

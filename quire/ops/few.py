@@ -4,8 +4,8 @@ Each op is a sequence of plain ops with the same results. A device that has a fo
 `part_rows` says up to how many rows its forms are faster; if that is 0, layers call the plain ops.
 
     few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it
-    part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`; of
-                 which adapters they add, `added_rows` says
+    part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`, or
+                 `sum_parts` does; of which adapters they add, `added_rows` says
 
 Which codes they read, `few_rows` and `part_rows` say.
 """
@@ -56,9 +56,10 @@ def norm_linear(
 
 
 @op
-def linear_add(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor) -> Tensor:
-    """stream + (x weight' + bias)."""
-    return stream + _linear(x, weight, bias)
+def linear_add(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None) -> Tensor:
+    """stream + (x weight' + bias). None: another rank adds the stream."""
+    y = _linear(x, weight, bias)
+    return y if stream is None else stream + y
 
 
 @op
@@ -90,6 +91,12 @@ def linear_parts(
 ) -> PartialSums:
     """x weight' + bias, for consumers of partial sums: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
     return PartialSums(_linear(x, weight, bias, added).float()[None], x.dtype)
+
+
+@op
+def sum_parts(product: PartialSums) -> Tensor:
+    """[M, N]: for consumers that take no partial sums, such as a sum over ranks."""
+    return product.whole()
 
 
 @op

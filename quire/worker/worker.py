@@ -459,8 +459,9 @@ class Worker:
                 self.model_runner.mixed.capture()
                 self._laps.mark("prompt graphs")
             if self.model_runner.graphs is not None:
-                # Several ranks capture all sizes: each step of one must be a step of all.
-                left = START_SECONDS - (now() - began) if self.group.is_alone else math.inf
+                # Several ranks capture all sizes: each step of one must be a step of all. So does a group of one.
+                is_limited = self.group.is_alone and not self.group.sums_alone
+                left = START_SECONDS - (now() - began) if is_limited else math.inf
                 self.model_runner.graphs.capture(left)
                 self._laps.mark("decode graphs")
             if not on_cpu:

@@ -21,6 +21,13 @@ def test_products(n, k, rows, dtype):
         cases.check_few("cuda", dtype, rows, n, k, early=early)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("parts", "rows", "width"), [(1, 1, 1024), (4, 32, 1024), (7, 17, 2880), (8, 5, 5120)])
+def test_parts_added_up(parts, rows, width, dtype):
+    for early in (False, True):
+        cases.check_sum_parts("cuda", dtype, parts, rows, width, early=early)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_product_alone(rows):
     draw = cases.Draw(0, "cuda", torch.bfloat16)

@@ -61,6 +61,27 @@ def test_sums_are_captured_in_graphs(arch: str, tmp_path: Path, monkeypatch: pyt
     assert backend == "nccl" and summed >= 2 * 3 and graphs > 3
 
 
+def test_a_group_of_one_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, whose matmuls of some rows leave partial sums: with a group they are added up before the sum over it."""
+    make_tiny("Qwen3ForCausalLM", tmp_path, hidden_size=256, intermediate_size=512, head_dim=64)
+    common = COMMON | {"dtype": "bfloat16"}
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3)
+
+    def answers(**options: Any) -> list[Any]:
+        llm = LLM(str(tmp_path), **common, **options)
+        try:
+            found = llm.generate(prompts, params, use_tqdm=False) + llm.generate(prompts[:1], params, use_tqdm=False)
+        finally:
+            llm.close()
+        steps = [step for one in found for step in one.outputs[0].logprobs or ()]
+        return [{token: value.logprob for token, value in step.items()} for step in steps]
+
+    wanted = answers()
+    set_flag(monkeypatch, "QUIRE_JOIN_ALONE")
+    assert answers(distributed_executor_backend="mp") == wanted
+
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("LlamaForCausalLM", {"tensor_parallel_size": 2}),
     "pipeline": ("LlamaForCausalLM", {"pipeline_parallel_size": 2}),

@@ -138,6 +138,7 @@ def test_engines_whose_workers_ray_places(cluster: Any, folder: Path) -> None:
     with LLM(str(folder), data_parallel_size=2, **ray_twice, **OPTIONS) as llm:
         assert greedy(llm) == whole
         assert len(set(llm.collective_rpc("tests.rank_probe:ray_node_of"))) == 2
+        assert [tuple(one) for one in llm.collective_rpc("tests.rank_probe:share_of_node")] == [(0, 1), (0, 1)]
 
 
 # An actor on the node that will be killed: prints when Ray says that it is gone.

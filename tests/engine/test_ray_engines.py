@@ -4,13 +4,17 @@ why not. With Ray itself: test_ray.py."""
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.executor.ray_cluster import NodePlace, RayActor, RayCluster, share_of
+from quire.config import EngineConfig
+from quire.config.engine import replace
+from quire.executor.ray_actors import RayActors
+from quire.executor.ray_cluster import RayActor, RayCluster, share_of
 from quire.schema.errors import EngineDeadError
 from tests.fake_engine import use_fake, write_model
 from tests.fake_ray import FakeRay
@@ -78,7 +82,21 @@ def test_what_ray_says_of_a_start_that_fails(ray: FakeRay, tmp_path: Path, monke
 
 
 def test_what_an_engine_has_of_its_node() -> None:
-    places = [NodePlace("a", "10.0.0.1"), NodePlace("b", "10.0.0.2"), NodePlace("a", "10.0.0.1")]
-    found = [tuple(share_of(places, number, "cpu").values()) for number in range(3)]
+    nodes = ["a", "b", "a"]
+    found = [tuple(share_of(nodes, number, "cpu").values()) for number in range(3)]
     assert found == [(0, 2), (0, 1), (1, 2)]
-    assert tuple(share_of(places, 2, "cuda").values()) == (0, 1)
+    assert tuple(share_of(nodes, 2, "cuda").values()) == (0, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_workers_of_several_engines_divide_a_node(ray: FakeRay, device: str) -> None:
+    """Each engine places two workers, one on each of two nodes, and waits until the other has placed its own."""
+    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "data_parallel_size_local": 2, "ray_run": "abc"}
+    changes = {f"parallel_config.{name}": value for name, value in sizes.items()} | {"device_config.device": device}
+    configs = [replace(EngineConfig(), **changes, **{"parallel_config.data_parallel_rank": rank}) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as both:
+        engines = list(both.map(lambda config: RayActors(RayCluster("x"), config), configs))
+    found = [[share_of(one._sharers, one._first + rank, device) for rank in (0, 1)] for one in engines]
+    assert [[tuple(share.values()) for share in one] for one in found] == (
+        [[(0, 2)] * 2, [(1, 2)] * 2] if device == "cpu" else [[(0, 1)] * 2] * 2
+    )

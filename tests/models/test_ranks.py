@@ -10,6 +10,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from quire.layers.packed import Texts
 from quire.layers.table import WeightTable
 from quire.models.encoder import build_encoder
 from quire.models.seq2seq import build_seq2seq
-from quire.ops.op import Kernels
+from quire.ops.few import few_rows, part_rows
+from quire.ops.op import Kernels, Op
 from quire.quant.plain import plain_storage
 from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import ConfigError
@@ -88,6 +90,31 @@ def test_ranks_that_have_the_same_head_of_keys(name: str, tmp_path: Path) -> Non
     heads = whole.arch.kv_heads
     assert heads < 4
     check([logits for logits, _ in on_ranks(4, lambda group: answers_of(tmp_path, group))], steps(whole))
+
+
+# Few rows: one rank adds the stream to its part, or parts of a matmul are added up before ranks are.
+FEW = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("op", [few_rows, part_rows], ids=["few", "parts"])
+def test_the_ways_of_few_rows(name: str, op: Op, tmp_path: Path) -> None:
+    """A device that prefers them for steps of any size: two ranks and a group of one take them too."""
+    write_tiny(name, tmp_path)
+    whole = steps(loaded(tmp_path, ALONE))
+    taken: list[int] = []
+
+    def most(width: int, dtype: torch.dtype, matrices: Any) -> int:
+        taken.append(len(matrices))
+        return 1 << 20
+
+    forms = {few_rows: lambda width, dtype, given: 0 if given else 1} | {op: most}
+    with patch.object(Kernels, "of", lambda kernels, asked: forms.get(asked, asked.reference)):
+        check([logits for logits, _ in on_ranks(2, lambda group: answers_of(tmp_path, group))], whole)
+        assert max(taken) == (2 if "Moe" in name else 4)
+        alone, _ = answers_of(tmp_path, ALONE)
+        grouped, _ = answers_of(tmp_path, ShardGroup(sums_alone=True))
+    assert all(torch.equal(one, other) for one, other in zip(grouped, alone, strict=True))
 
 
 def of_files(folder: Path, build: Any, group: ShardGroup) -> Any:

@@ -32,6 +32,7 @@ from quire.ops.triton import (
     moe_few,
     moe_many,
     norm,
+    parts,
     rope,
     texts,
 )  # fmt: skip
@@ -59,6 +60,15 @@ def compiled(kernel, kinds, constants, *, warps=4, stages=3, unaligned=(), early
     )
     options = {"num_warps": warps, "num_stages": stages} | ({"launch_pdl": True} if early else {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, "*fp16", WIDE])
+def test_parts_added_up(dtype, early):
+    kinds = {"sums": WIDE, "out": dtype, "part_stride": "i32"}
+    constants = {"WIDTH": 1024, "PARTS": 4, "BLOCK": 512, "EARLY": early}
+    made = compiled(parts._sum_kernel, kinds, constants, early=early)
+    assert "ld.global.v4" in made.asm["ptx"]
 
 
 @pytest.mark.parametrize("early", [False, True])

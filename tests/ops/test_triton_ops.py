@@ -118,6 +118,12 @@ def test_few_rows(rows, n, k, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "rows", "width"), [(1, 1, 64), (3, 5, 100), (8, 2, 1100)])
+def test_parts_added_up(parts, rows, width, dtype):
+    cases.check_sum_parts("cpu", dtype, parts, rows, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 19])
 def test_experts(tokens, dtype):
     cases.check_experts("cpu", dtype, tokens, 6, 2, 48, 40, bias=True)

@@ -299,9 +299,9 @@ def norm_linear(
 
 
 def linear_add(
-    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor, *, early: bool = False
+    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None, *, early: bool = False
 ) -> Tensor:
-    return few_linear(x, weight, bias, stream=stream.contiguous(), early=early)
+    return few_linear(x, weight, bias, stream=None if stream is None else stream.contiguous(), early=early)
 
 
 def norm_router(

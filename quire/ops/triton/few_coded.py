@@ -589,11 +589,11 @@ def norm_linear(
 
 
 def linear_add(
-    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor, *, early: bool = False
+    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None, *, early: bool = False
 ) -> Tensor:
     if not isinstance(weight, CodedWeight) or not fits(x, weight):
         return few.linear_add(x, weight, bias, stream, early=early)
-    return few_coded_linear(x, weight, bias, stream=stream.contiguous(), early=early)
+    return few_coded_linear(x, weight, bias, stream=None if stream is None else stream.contiguous(), early=early)
 
 
 def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, early: bool) -> None:

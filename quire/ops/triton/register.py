@@ -42,6 +42,7 @@ from quire.ops.triton import (
     moe,
     moe_coded,
     norm,
+    parts,
     rope,
     rows,
     sample,
@@ -143,6 +144,7 @@ def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     table.form(few_ops.norm_linear, _free)(partial(few.norm_linear, codes=codes, early=early))
     table.form(few_ops.linear_add, _free)(partial(few.linear_add, early=early))
     table.form(few_ops.norm_router, _free)(partial(few.norm_router, early=early))
+    table.form(few_ops.sum_parts)(partial(parts.sum_parts, early=early))
     table.form(linear_ops.linear, _free)(partial(few.linear, early=early))
 
 

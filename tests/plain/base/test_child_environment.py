@@ -15,7 +15,7 @@ import pytest
 from quire.base import env
 from quire.base.procs import Child
 from quire.config import EngineArgs
-from quire.engine.process_client import for_children
+from quire.engine.process_client import begin_engine, for_children
 from quire.grammar.backend import GrammarVocabulary
 from quire.grammar.child import JobBoot
 from quire.grammar.compiler import _CompilerProcess
@@ -71,6 +71,18 @@ def test_an_operator_may_pass_some(monkeypatch: pytest.MonkeyPatch) -> None:
     found = env.without_secrets()
     assert found.keys() & SECRETS.keys() == {"HF_TOKEN", "MY_DB_PASSWORD"}
     assert env.without_secrets(keep="OTEL_")["OTEL_EXPORTER_OTLP_HEADERS"] == "api-key=one"
+
+
+def test_an_engine_can_prove_itself_to_ray_and_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "abc", "QUIRE_NODE_KEY": "what all machines know"}
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    child = begin_engine()
+    try:
+        found = environment_of(child.child.pid)
+    finally:
+        child.end()
+    assert found.items() >= kept.items() and not found.keys() & SECRETS.keys()
 
 
 def test_a_grammar_compiler_gets_what_an_interpreter_needs() -> None:

@@ -1,8 +1,9 @@
-"""executor/remote.py: several workers in processes of their own, addressed by rank over ipc and over sealed TCP."""
+"""executor/remote.py: several workers in processes of their own, addressed by rank over streams and over sealed TCP."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import re
@@ -126,6 +127,9 @@ class RankWorker:
     def foreign(self) -> object:
         return object()
 
+    def num_frozen(self) -> int:
+        return gc.get_freeze_count()
+
 
 def start(num_workers: int = 3, host: str | None = None, **settings: Any) -> RemoteExecutor:
     return RemoteExecutor(
@@ -137,7 +141,7 @@ def start(num_workers: int = 3, host: str | None = None, **settings: Any) -> Rem
     )
 
 
-@pytest.fixture(params=[None, "127.0.0.1"], ids=["ipc", "tcp"])
+@pytest.fixture(params=[None, "127.0.0.1"], ids=["streams", "tcp"])
 def executor(request: pytest.FixtureRequest) -> Iterator[RemoteExecutor]:
     made = start(host=request.param)
     yield made
@@ -153,6 +157,8 @@ def test_every_rank_answers_for_itself(executor: RemoteExecutor) -> None:
     assert executor.ask(WorkerProtocol.measure_media, (item, item)) == [None, None, None]
     assert executor.ask(WorkerProtocol.free_bytes) == [800, 799, 798]
     assert executor.ask(WorkerProtocol.init_kv, LAYOUT) == [None, None, None]
+    assert executor.ask(WorkerProtocol.warm_up) == [None, None, None]
+    assert min(executor.call("num_frozen", [], {}, 30.0)) > 10_000  # what a collection in a step need not look at
     executor.forward(PLAN)
     pending = executor.sample(4, Mask(index=(0,), rows=bytes(8), words=2))
     assert pending.result() == StepResult(step=4, sampled=[[40]])  # the first rank's
