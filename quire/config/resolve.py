@@ -184,7 +184,9 @@ def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
             f"load_format={form!r} does not match {model.path}: it is {'a' if is_gguf else 'not a'} GGUF file",
             param="load_format",
         )
-    weights = "plain" if coded is None else _coded_form(requested, config, coded)
+    weights = "plain"
+    if coded is not None or (is_gguf and config.device_config.device != "cpu" and holds_blocks(model.path)):
+        weights = _coded_form(requested, config, stored)
     changes = {"model_config.quantization": stored or None, "model_config.weight_form": weights}
     return replace(config, **changes, **{"load_config.load_format": form})
 
@@ -202,7 +204,7 @@ def _choose_strategy(config: EngineConfig, coded: Quantization | None) -> Engine
     return replace(config, **{"load_config.safetensors_load_strategy": None})
 
 
-def _coded_form(requested: Requested, config: EngineConfig, coded: Quantization) -> str:
+def _coded_form(requested: Requested, config: EngineConfig, stored: str) -> str:
     """Codes where kernels multiply them; decoded weights for exact float32."""
     model, form = config.model_config, config.load_config.load_format
     if config.device_config.device != "cpu":
@@ -211,7 +213,7 @@ def _coded_form(requested: Requested, config: EngineConfig, coded: Quantization)
     elif native.library() is None or form in ("dummy", "sharded_state"):
         return "plain"
     if model.dtype == "float32" and requested.get("quantization") is None:
-        log.info("dtype: float32, %s weights are decoded while loading (quantization=%s keeps them)", *[coded.name] * 2)
+        log.info("dtype: float32, %s weights are decoded while loading (quantization=%s keeps them)", *[stored] * 2)
         return "plain"
     return "stored"
 

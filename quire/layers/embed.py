@@ -29,7 +29,7 @@ class Embedding(MatrixLayer):
         self.name, self.offset, self._in_two = name, offset, in_two
         self.rows = storage.group.uneven_span(rows) if is_cut else Span.all(rows)
         self.hold(storage.schemes.of_matrix(name).create(MatrixShape({"": self.rows}, Span.all(width))))
-        self.scale = float(torch.tensor(scale, dtype=storage.dtype))  # rounded first, as transformers does
+        self._factor = float(torch.tensor(scale, dtype=storage.dtype))  # rounded first, as transformers does
         self._reduce = storage.group.sum_over(self.rows) if is_cut else None
         self.width = width
         self.adapters: TableAdapters | None = None  # unless the engine serves adapters
@@ -39,13 +39,13 @@ class Embedding(MatrixLayer):
         x = self.stored.take(index) if self._reduce is None else self._reduce(_own_rows(self.stored, self.rows, index))
         if self.adapters is not None:
             x = self.adapters.add(index, x)
-        return x if self.scale == 1.0 else x * self.scale
+        return x if self._factor == 1.0 else x * self._factor
 
     def take(self, index: Tensor) -> Tensor:
         """As forward, without adapters."""
         index = index + self.offset if self.offset else index
         x = self.stored.take(index) if self._reduce is None else self._reduce(_own_rows(self.stored, self.rows, index))
-        return x if self.scale == 1.0 else x * self.scale
+        return x if self._factor == 1.0 else x * self._factor
 
     def slots(self) -> Iterator[Slot]:
         for slot in self.stored.slots(("",)):

@@ -31,7 +31,8 @@ def coded_storage(config: EngineConfig, kernels: Kernels, group: ShardGroup = AL
     matrices, experts = _matrix_scheme(config, arena, kernels), _expert_scheme(config, arena, kernels)
     if matrices is None and experts is None:
         return plain_storage(dtype, kernels, group)
-    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, matrices, experts), group)
+    outer = config.load_config.load_format == "gguf"  # a small share of it in 16 bits would be a large one of a file
+    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, matrices, experts, outer=outer), group)
 
 
 def _matrix_scheme(config: EngineConfig, arena: Arena, kernels: Kernels) -> CodedScheme | None:

@@ -20,7 +20,7 @@ from quire.base.gguf import GGUFError, GGUFFile, shared
 from quire.loader.gguf_names import Recipe, recipes
 from quire.loader.gguf_types import dequantize, num_bytes, tensor_type
 from quire.loader.raw import as_bytes, cut
-from quire.quant.coded import GGUFBlocks
+from quire.quant.coded import GGUFBlocks, OpenBlocks
 from quire.schema.errors import CheckpointError
 
 _PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -117,8 +117,14 @@ class GGUFWeights:
             shape = raw.shape[0], raw.shape[1] // kind.num_bytes * kind.elements
             return dequantize(raw.reshape(-1), info.type_id, shape, dtype, name)
 
+        def open_codes(raw: Tensor) -> OpenBlocks:
+            from quire.loader.gguf_codes import open_blocks  # lazy
+
+            opened: OpenBlocks = open_blocks(raw, info.type_id)
+            return opened
+
         for made, raw in recipe.make(self._raw(name).view(*rows, -1)):
-            yield made, GGUFBlocks(raw, info.type_id, width, decode, kind.elements)
+            yield made, GGUFBlocks(raw, info.type_id, width, decode, kind.elements, opens=open_codes)
 
     def _size(self, name: str) -> int:
         file = self._where[name]

@@ -90,21 +90,21 @@ def _half(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + 2].view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor, out: Tensor) -> None:
+def fill_nibbles(packed: Tensor, out: Tensor) -> None:
     """[n, 16] bytes -> [n, 32]: low halves first, then high halves."""
     packed = packed.contiguous()
     out[:, :16] = packed & 15
     out[:, 16:] = packed >> 4
 
 
-def _fifth_bits(words: Tensor, out: Tensor) -> None:
+def add_fifth_bits(words: Tensor, out: Tensor) -> None:
     """Adds 16 where the bit of the element is set: bit i of the 32-bit word [n, 4 bytes] belongs to element i."""
-    bits = (words.contiguous()[:, :, None] >> _shifts(8, 1, words.device)) & 1
+    bits = (words.contiguous()[:, :, None] >> shifts(8, 1, words.device)) & 1
     out.add_(bits.view(-1, 32), alpha=16)
 
 
 @cache
-def _shifts(count: int, step: int, device: torch.device) -> Tensor:
+def shifts(count: int, step: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.uint8, device=device) * step
 
 
@@ -114,31 +114,31 @@ def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _look_up(packed: Tensor, values: tuple[int, ...], out: Tensor) -> None:
-    """As `_nibbles`, through a table of 16."""
+    """As `fill_nibbles`, through a table of 16."""
     table, packed = _table(values, packed.device), packed.contiguous()
     out[:, :16] = table[(packed & 15).int()]
     out[:, 16:] = table[(packed >> 4).int()]
 
 
 def _q4_0(b: Tensor, y: Tensor) -> None:  # d:f16 | 16 nibble pairs
-    _nibbles(b[:, 2:], y)
+    fill_nibbles(b[:, 2:], y)
     y.sub_(8).mul_(_half(b, 0))
 
 
 def _q4_1(b: Tensor, y: Tensor) -> None:  # d:f16 m:f16 | 16 nibble pairs
-    _nibbles(b[:, 4:], y)
+    fill_nibbles(b[:, 4:], y)
     y.mul_(_half(b, 0)).add_(_half(b, 2))
 
 
 def _q5_0(b: Tensor, y: Tensor) -> None:  # d:f16 | 32 fifth bits | 16 nibble pairs
-    _nibbles(b[:, 6:], y)
-    _fifth_bits(b[:, 2:6], y)
+    fill_nibbles(b[:, 6:], y)
+    add_fifth_bits(b[:, 2:6], y)
     y.sub_(16).mul_(_half(b, 0))
 
 
 def _q5_1(b: Tensor, y: Tensor) -> None:  # d:f16 m:f16 | 32 fifth bits | 16 nibble pairs
-    _nibbles(b[:, 8:], y)
-    _fifth_bits(b[:, 4:8], y)
+    fill_nibbles(b[:, 8:], y)
+    add_fifth_bits(b[:, 4:8], y)
     y.mul_(_half(b, 0)).add_(_half(b, 2))
 
 
@@ -154,14 +154,14 @@ def _q2_k(b: Tensor, y: Tensor) -> None:
     """
     scales = b[:, :16].contiguous()
     grouped = y.view(-1, 16, 16)
-    _quarters(b[:, 16:80], y)
+    fill_quarters(b[:, 16:80], y)
     grouped.mul_((_half(b, 80) * (scales & 15))[:, :, None])
     grouped.sub_((_half(b, 82) * (scales >> 4))[:, :, None])
 
 
-def _quarters(packed: Tensor, y: Tensor) -> None:
+def fill_quarters(packed: Tensor, y: Tensor) -> None:
     """64 bytes -> 256 two-bit numbers: two halves of 32 bytes, four shifts each."""
-    pairs = packed.contiguous().view(-1, 2, 1, 32) >> _shifts(4, 2, packed.device)[:, None]
+    pairs = packed.contiguous().view(-1, 2, 1, 32) >> shifts(4, 2, packed.device)[:, None]
     y.view(-1, 2, 4, 32).copy_(pairs & 3)
 
 
@@ -171,17 +171,17 @@ def _q3_k(b: Tensor, y: Tensor) -> None:
     High bit of element e = 128 h + 32 j + l is bit 4 h + j of byte l; clear means minus 4.
     Scale i: low nibble in byte i % 8 (its high half for i >= 8), top two bits in byte 8 + i % 4 at 2 (i // 4).
     """
-    _quarters(b[:, 32:96], y)
-    high = (b[:, None, :32] >> _shifts(8, 1, b.device)[:, None]) & 1  # [n, 8, 32]
+    fill_quarters(b[:, 32:96], y)
+    high = (b[:, None, :32] >> shifts(8, 1, b.device)[:, None]) & 1  # [n, 8, 32]
     y.view(-1, 8, 32).sub_(4 - 4 * high.float())
     packed = b[:, 96:108].contiguous()
     low = torch.cat([packed[:, :8] & 15, packed[:, :8] >> 4], 1)
-    top = ((packed[:, None, 8:] >> _shifts(4, 2, b.device)[:, None]) & 3).view(-1, 16)
+    top = ((packed[:, None, 8:] >> shifts(4, 2, b.device)[:, None]) & 3).view(-1, 16)
     scales = (low | (top << 4)).float().sub_(32)
     y.view(-1, 16, 16).mul_((_half(b, 108) * scales)[:, :, None])
 
 
-def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
+def six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
     """12 bytes -> 8 scales and 8 mins of six bits.
 
     Numbers 0..3: the low six bits of bytes 0..3 (scales) and 4..7 (mins). Numbers 4..7: nibbles of bytes 8..11 (low
@@ -196,18 +196,18 @@ def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(b: Tensor, y: Tensor) -> None:
     """d:f16 dmin:f16 | 12 bytes: 8 scales, 8 mins | 128 bytes: sub-blocks 2j (low) and 2j+1 (high) in 32 bytes"""
-    _half_bytes(b[:, 16:], y)
+    fill_half_bytes(b[:, 16:], y)
     _scale_and_shift(b, y)
 
 
-def _half_bytes(packed: Tensor, y: Tensor) -> None:
+def fill_half_bytes(packed: Tensor, y: Tensor) -> None:
     packed, pairs = packed.contiguous().view(-1, 4, 32), y.view(-1, 4, 2, 32)
     pairs[:, :, 0] = packed & 15
     pairs[:, :, 1] = packed >> 4
 
 
 def _scale_and_shift(b: Tensor, y: Tensor) -> None:
-    scales, mins = _six_bit_pairs(b[:, 4:16])
+    scales, mins = six_bit_pairs(b[:, 4:16])
     grouped = y.view(-1, 8, 32)
     grouped.mul_((_half(b, 0) * scales)[:, :, None])
     grouped.sub_((_half(b, 2) * mins)[:, :, None])
@@ -215,8 +215,8 @@ def _scale_and_shift(b: Tensor, y: Tensor) -> None:
 
 def _q5_k(b: Tensor, y: Tensor) -> None:
     """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit s of byte l is element l of sub-block s."""
-    _half_bytes(b[:, 48:], y)
-    fifth = (b[:, None, 16:48] >> _shifts(8, 1, b.device)[:, None]) & 1
+    fill_half_bytes(b[:, 48:], y)
+    fifth = (b[:, None, 16:48] >> shifts(8, 1, b.device)[:, None]) & 1
     y.view(-1, 8, 32).add_(fifth, alpha=16)
     _scale_and_shift(b, y)
 
@@ -231,7 +231,7 @@ def _q6_k(b: Tensor, y: Tensor) -> None:
     halves = y.view(-1, 2, 2, 64)
     halves[:, :, 0] = low & 15
     halves[:, :, 1] = low >> 4
-    top = b[:, 128:192].contiguous().view(-1, 2, 1, 32) >> _shifts(4, 2, b.device)[:, None]
+    top = b[:, 128:192].contiguous().view(-1, 2, 1, 32) >> shifts(4, 2, b.device)[:, None]
     y.view(-1, 2, 4, 32).add_(top & 3, alpha=16).sub_(32)
     scales = _half(b, 208) * b[:, 192:208].view(torch.int8)
     y.view(-1, 16, 16).mul_(scales[:, :, None])
@@ -250,8 +250,8 @@ def _iq4_nl(b: Tensor, y: Tensor) -> None:  # d:f16 | 16 nibble pairs into the t
 def _iq4_xs(b: Tensor, y: Tensor) -> None:
     """d:f16 | u16: top two bits of 8 scales | 4 bytes: low nibbles of 8 scales | 8 × 16 nibble pairs"""
     _look_up(b[:, 8:].reshape(-1, 16), _IQ4, y.view(-1, 32))
-    low = (b[:, 4:8, None] >> _shifts(2, 4, b.device)) & 15
-    top = (b[:, 2:4, None] >> _shifts(4, 2, b.device)) & 3
+    low = (b[:, 4:8, None] >> shifts(2, 4, b.device)) & 15
+    top = (b[:, 2:4, None] >> shifts(4, 2, b.device)) & 3
     scales = (low.reshape(-1, 8) | (top.reshape(-1, 8) << 4)).float().sub_(32)
     y.view(-1, 8, 32).mul_((_half(b, 0) * scales)[:, :, None])
 
@@ -262,7 +262,7 @@ def _mxfp4(b: Tensor, y: Tensor) -> None:  # exponent:u8 (bias 127) | 16 nibble 
 
 
 def _tq2_0(b: Tensor, y: Tensor) -> None:  # 64 bytes of 2-bit quarters | d:f16
-    _quarters(b[:, :64], y)
+    fill_quarters(b[:, :64], y)
     y.sub_(1).mul_(_half(b, 64))
 
 

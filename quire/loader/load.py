@@ -253,7 +253,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         device=device,
         strategy=how.safetensors_load_strategy,
         map_location=how.pt_load_map_location,
-        keeps=_keeps(model) if about.weight_form == "stored" else lambda type_id: False,
+        keeps=model.storage.schemes.keeps_blocks if isinstance(model, HasStorage) else _nothing_kept,
         prefetch=group.size == 1,
         skips=table.lies_elsewhere if isinstance(table, WeightTable) else _nothing_skipped,
     )
@@ -304,6 +304,10 @@ def _sharded_table(model: Model) -> TakesTensors:
 
 
 def _nothing_skipped(name: str) -> bool:
+    return False
+
+
+def _nothing_kept(type_id: int) -> bool:
     return False
 
 
@@ -384,14 +388,6 @@ def _read_folder(model: ReadsFolder, config: EngineConfig) -> int:
     model.read_folder(about.path, files.kind == "safetensors")
     _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(files.num_bytes), now() - began)
     return files.num_bytes
-
-
-def _keeps(model: Model) -> Callable[[int], bool]:
-    """Types of blocks that the model's kernels multiply as they are stored."""
-    if not isinstance(model, HasStorage):
-        return lambda type_id: False
-    kind = model.storage.of(kind_of)
-    return lambda type_id: kind(type_id) is not None
 
 
 def stream(

@@ -120,6 +120,18 @@ class CodedMatrix(ABC):
         return None
 
 
+class OpenBlocks(NamedTuple):
+    """Blocks of a GGUF file, opened: number = scale * (code - middle) - least, or scale * number of the code."""
+
+    codes: Tensor  # uint8 [rows, width]; 8 bits: int8
+    kind: str  # as codes of ops/coded.py
+    group: int  # columns that share a scale
+    scale: Tensor  # [rows, groups]: floats, or with `coarse` uint8 or int8
+    middle: int = 0
+    least: Tensor | None = None  # as `scale`
+    coarse: Tensor | None = None  # float16 [1, or 2 with `least`, rows, width / 256]: of `scale`, of `least`
+
+
 @dataclass(frozen=True)
 class GGUFBlocks(CodedMatrix):
     """The bytes of a GGUF tensor's blocks, not decoded yet."""
@@ -130,6 +142,7 @@ class GGUFBlocks(CodedMatrix):
     decode: Callable[[Tensor], Tensor]  # raw -> numbers
     block: int  # numbers that are stored together
     inputs: InputCoding = PLAIN_INPUT
+    opens: Callable[[Tensor], OpenBlocks] | None = None  # raw -> codes
 
     @property
     def shape(self) -> tuple[int, int]:

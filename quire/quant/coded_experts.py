@@ -19,7 +19,8 @@ from quire.ops.coded_experts import CHUNK, ExpertCodes, close_chunks, coded_form
 from quire.ops.linear import linear
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
-from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, Grid, open_halves
+from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, GGUFBlocks, Grid, open_halves
+from quire.quant.device_codes import four_bits
 from quire.quant.experts import ExpertShape, StackTarget, StoredExperts
 from quire.quant.scheme import MatrixShape, Slot, WeightTarget, new_parameter
 from quire.quant.shard import cut_to
@@ -165,6 +166,8 @@ class CodedSide:
 
     def put(self, expert: int, start: int, source: Tensor | CodedMatrix) -> None:
         """Rows from `start` on, perhaps while another thread brings others."""
+        if isinstance(source, GGUFBlocks):
+            source = four_bits(source) or source
         with self._lock:
             if isinstance(source, CodedMatrix):
                 layout = layout_of(source)

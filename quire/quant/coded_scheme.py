@@ -14,7 +14,7 @@ from threading import Lock
 import torch
 from torch import Tensor, nn
 
-from quire.ops.coded import CodedWeight, coded_linear, decode_weight
+from quire.ops.coded import CodedWeight, coded_linear, decode_rows, decode_weight
 from quire.ops.linear import linear
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
@@ -36,7 +36,7 @@ from quire.schema.errors import ConfigError
 
 Coder = Callable[[Tensor], CodedWeight | CodedMatrix | Tensor]  # numbers -> what they are rounded to, where they can be
 CodedPart = CodedWeight | Tensor
-_PLAIN = frozenset((*PLAIN_NAMES, *OUTER_NAMES, "embed_positions", "embed_types"))
+_PLAIN = frozenset((*PLAIN_NAMES, "embed_positions", "embed_types"))
 
 
 class CodedScheme:
@@ -46,7 +46,7 @@ class CodedScheme:
         """`coder`: what plain numbers are rounded with; None leaves them plain."""
         self.dtype, self.arena, self._coder = dtype, arena, coder
         self.linear, self.coded_linear = kernels.of(linear), kernels.of(coded_linear)
-        self.decode = kernels.of(decode_weight)
+        self.decode, self.decode_rows = kernels.of(decode_weight), kernels.of(decode_rows)
 
     def create(self, shape: MatrixShape) -> CodedParts:
         return CodedParts(shape, self)
@@ -174,7 +174,11 @@ class CodedParts(StoredMatrix):
         return scheme.linear(x, part, bias) if isinstance(part, Tensor) else scheme.coded_linear(x, part, bias)
 
     def take(self, index: Tensor) -> Tensor:
-        return nn.functional.embedding(index, self.decoded())
+        """Of a matrix in one part."""
+        (part,) = self.parts.values()
+        if isinstance(part, CodedWeight):
+            return self._scheme.decode_rows(part, index, self._scheme.dtype)
+        return nn.functional.embedding(index, part)
 
     def decoded(self) -> Tensor:
         """[rows, width] in the model's dtype."""
@@ -194,7 +198,8 @@ class CodedTarget(WeightTarget):
 
 
 class CodedChoice:
-    """Codes, but plain numbers for embeddings, heads and what layers read themselves."""
+    """Codes, but plain numbers for what layers read themselves; and, unless `outer` says otherwise, for embeddings and
+    heads."""
 
     def __init__(
         self,
@@ -203,13 +208,19 @@ class CodedChoice:
         kernels: Kernels,
         matrices: WeightScheme | None = None,  # None: plain numbers
         experts: ExpertScheme | None = None,  # None: plain numbers
+        *,
+        outer: bool = False,
     ) -> None:
         self._plain = PlainScheme(dtype, arena, kernels)
         self._coded = matrices or self._plain
         self._experts = experts or Stacked(dtype, arena, kernels)
+        self._names = _PLAIN if outer else _PLAIN.union(OUTER_NAMES)
 
     def of_matrix(self, name: str) -> WeightScheme:
-        return self._plain if name.rpartition(".")[2] in _PLAIN else self._coded
+        return self._plain if name.rpartition(".")[2] in self._names else self._coded
 
     def of_experts(self, name: str) -> ExpertScheme:
         return self._experts
+
+    def keeps_blocks(self, type_id: int) -> bool:
+        return self._coded is not self._plain

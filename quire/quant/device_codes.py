@@ -11,8 +11,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.ops.coded import LARGEST, MIDDLE, CodedWeight, chunk_of, pack_halves
-from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, Grid, InputCoding, open_halves
+from quire.ops.coded import (
+    CENTRES,
+    COARSE,
+    LARGEST,
+    MIDDLE,
+    CodedWeight,
+    block_chunk,
+    chunk_of,
+    is_packed,
+    pack_halves,
+    pack_quarters,
+)
+from quire.quant.coded import (
+    AffineCodes,
+    CodedMatrix,
+    FloatCodes,
+    GGUFBlocks,
+    Grid,
+    InputCoding,
+    OpenBlocks,
+    open_halves,
+)
 
 _SMALLEST_GROUP = 32  # of codes of 8 bits
 _LARGE_GROUP = 128  # from which on scales are few, and float32: some kernels read no others
@@ -27,7 +47,32 @@ def device_codes(coded: CodedMatrix) -> CodedWeight | None:
         return _small_floats(coded)
     if isinstance(coded, AffineCodes):
         return _whole_numbers(coded)
+    if isinstance(coded, GGUFBlocks) and coded.opens is not None:
+        return _of_blocks(coded.opens(coded.raw))
     return None
+
+
+def four_bits(blocks: GGUFBlocks) -> AffineCodes | FloatCodes | None:
+    """Blocks in the forms of 4 bits that other formats have too: least numbers as zero points between codes, and one
+    level of scales. None: they have more bits, or their codes index a table."""
+    opened = None if blocks.opens is None else blocks.opens(blocks.raw)
+    if opened is None or opened.kind not in ("int4", "fp4"):
+        return None
+    codes, scale, group = opened.codes, opened.scale, opened.group
+    if opened.kind == "fp4":
+        if scale.dtype is torch.float32:  # of MXFP4: powers of two
+            scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
+        return FloatCodes(codes[:, ::2] | codes[:, 1::2] << 4, "e2m1", Grid(scale, 1, group))
+    levels = None if opened.coarse is None else opened.coarse.float().repeat_interleave(COARSE // group, 2)
+    if levels is not None:
+        scale = scale * levels[0]
+    if opened.least is None:
+        return AffineCodes(codes, 4, Grid(scale, 1, group), opened.middle)
+    least = opened.least.float() if levels is None else opened.least * levels[1]
+    same = scale == 0  # a group of one number: 0 - least
+    zero = torch.where(same, least, opened.middle + least / torch.where(same, 1, scale.float()))
+    codes = (codes.unflatten(1, (-1, group)) * ~same[:, :, None]).flatten(1)
+    return AffineCodes(codes, 4, Grid(torch.where(same, 1, scale), 1, group), Grid(zero, 1, group))
 
 
 def round_to_fp8(numbers: Tensor) -> CodedWeight:
@@ -54,8 +99,12 @@ def join(parts: Sequence[CodedWeight]) -> CodedWeight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    alike = {(p.kind, p.width, p.group, p.rounds, p.codes.dtype, p.codes.ndim, p.codes.shape[-1]) for p in parts}
+    alike = {
+        (p.kind, p.width, p.group, p.rounds, p.middle, p.codes.dtype, p.codes.ndim, p.codes.shape[-1]) for p in parts
+    }
     if len(alike) > 1:
+        return None
+    if not _same_tensors(parts):
         return None
     zeros = [p.zero for p in parts]
     zero = None
@@ -68,12 +117,33 @@ def join(parts: Sequence[CodedWeight]) -> CodedWeight | None:
         scale=torch.cat([p.scale.to(dtype) for p in parts], 1),
         zero=zero,
         rows=sum(p.rows for p in parts),
+        high=_cat([p.high for p in parts], 1),
+        least=_cat([None if p.least is None else p.least.to(dtype) for p in parts], 1),
+        coarse=_cat([p.coarse for p in parts], 1),
     )
+
+
+def _same_tensors(parts: Sequence[CodedWeight]) -> bool:
+    """Whether what blocks have beside codes is there in all parts, or in none."""
+    return len({(p.is_blocked, p.high is None, p.least is None, _levels(p)) for p in parts}) == 1
+
+
+def _levels(weight: CodedWeight) -> torch.dtype | None:
+    return None if weight.coarse is None else weight.scale.dtype
+
+
+def _cat(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there, axis) if there else None
 
 
 def put_rows(whole: CodedWeight, start: int, part: CodedWeight) -> bool:
     """Write these rows of a matrix where they lie; False: it is coded differently."""
-    alike = whole._replace(codes=part.codes, scale=part.scale, zero=part.zero, rows=part.rows) == part
+    same = whole._replace(
+        codes=part.codes, scale=part.scale, zero=part.zero, rows=part.rows, high=part.high, least=part.least,
+        coarse=part.coarse,
+    )  # fmt: skip
+    alike = _same_tensors((whole, part)) and same == part
     layout = whole.codes.dtype is part.codes.dtype and whole.codes.shape[-1] == part.codes.shape[-1]
     narrows = whole.scale.dtype is torch.float16 and part.scale.dtype is not torch.float16
     if not alike or not layout or narrows or not _can_hold(whole.zero, part.zero):
@@ -81,8 +151,9 @@ def put_rows(whole: CodedWeight, start: int, part: CodedWeight) -> bool:
     stop = start + part.rows
     (whole.codes[:, start:stop] if whole.codes.ndim == 3 else whole.codes[start:stop]).copy_(part.codes)
     whole.scale[:, start:stop].copy_(part.scale)
-    if whole.zero is not None and part.zero is not None:
-        whole.zero[:, start:stop].copy_(part.zero)
+    for name, there in whole.tensors().items():
+        if name not in ("codes", "scale"):
+            there[:, start:stop].copy_(part.tensors()[name])
     return True
 
 
@@ -156,6 +227,36 @@ def _with_zeros(coded: AffineCodes, zero: Grid, chunk: int, scale: Tensor, group
     return CodedWeight("int4", codes, scale, zeros if is_float else zeros.to(torch.uint8), *coded.shape, group)
 
 
+def _of_blocks(opened: OpenBlocks) -> CodedWeight | None:
+    (rows, width), kind, group = opened.codes.shape, opened.kind, opened.group
+    if group > _LARGE_GROUP:  # large groups of 4-bit codes have forms that other formats have too
+        scale = opened.scale.float().t().contiguous()
+        return CodedWeight(kind, pack_halves(opened.codes, chunk_of(width, group)), scale, None, rows, width, group)
+    codes, middle, high = opened.codes, opened.middle, None
+    chunk = block_chunk(kind, width, group)
+    if not chunk and kind == "int6":  # rows that are too narrow for chunks of 6 bits
+        kind, codes, middle = "int8", (codes - CENTRES["int6"]).view(torch.int8), middle - CENTRES["int6"]
+        chunk = block_chunk(kind, width, group)
+    if not chunk:
+        return None
+    if kind == "int6":
+        codes, high = pack_quarters(codes, chunk)
+    elif is_packed(kind):
+        codes = pack_halves(codes, chunk)
+    scale = opened.scale if opened.coarse is not None else _lossless(opened.scale)
+    least, coarse = opened.least, opened.coarse
+    return CodedWeight(
+        kind, codes, _by_chunks(scale, chunk, group), None, rows, width, group, high=high,
+        least=None if least is None else _by_chunks(least.to(scale.dtype), chunk, group),
+        coarse=None if coarse is None else coarse.expand(2, -1, -1).permute(2, 1, 0).contiguous(), middle=middle,
+    )  # fmt: skip
+
+
+def _by_chunks(values: Tensor, chunk: int, group: int) -> Tensor:
+    """[rows, groups] -> [chunks, rows, groups of a chunk]."""
+    return values.unflatten(1, (-1, chunk // group)).transpose(0, 1).contiguous()
+
+
 def _group_of(grid: Grid, width: int) -> int:
     """Columns that share a value; 0: groups are cut short at the edge."""
     if grid.values.shape[1] == 1:
@@ -170,5 +271,7 @@ def _groups_first(grid: Grid, shape: tuple[int, int]) -> Tensor:
 
 def _lossless(scale: Tensor) -> Tensor:
     """In float16 where that has every scale as it is."""
+    if scale.dtype is torch.float16:
+        return scale
     narrow = scale.half()
     return narrow if torch.equal(narrow.float(), scale) else scale

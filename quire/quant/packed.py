@@ -60,10 +60,13 @@ class PackedScheme:
     def create(self, shape: MatrixShape) -> PackedMatrix:
         return PackedMatrix(shape, self)
 
+    def packs(self, type_id: int) -> bool:
+        return self._kind_of(type_id) is not None
+
     def stored_form(self, source: Tensor | CodedMatrix) -> Part:
         """A part as it is to be stored."""
         if isinstance(source, GGUFBlocks):
-            if self._kind_of(source.type_id) is not None:
+            if self.packs(source.type_id):
                 return self._pack(source.raw, source.type_id, *source.shape)
             source = source.numbers()
         elif isinstance(source, CodedMatrix):
@@ -175,3 +178,6 @@ class PackedChoice:
 
     def of_experts(self, name: str) -> ExpertScheme:
         return self._experts
+
+    def keeps_blocks(self, type_id: int) -> bool:
+        return self._packed.packs(type_id)

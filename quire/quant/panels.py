@@ -95,3 +95,6 @@ class PanelChoice:
 
     def of_experts(self, name: str) -> ExpertScheme:
         return self._experts
+
+    def keeps_blocks(self, type_id: int) -> bool:
+        return False

@@ -21,6 +21,9 @@ class PlainChoice:
     def of_experts(self, name: str) -> ExpertScheme:
         return self._experts
 
+    def keeps_blocks(self, type_id: int) -> bool:
+        return False
+
 
 def plain_storage(dtype: torch.dtype, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
     arena = Arena(kernels.device)

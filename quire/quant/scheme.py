@@ -300,6 +300,10 @@ class SchemeChoice(Protocol):
         """`name`: up to the experts' numbers, with its final dot."""
         ...
 
+    def keeps_blocks(self, type_id: int) -> bool:
+        """Whether blocks of this type of GGUF files are wanted as they are stored."""
+        ...
+
 
 @dataclass(frozen=True)
 class Storage:

@@ -23,6 +23,7 @@ from quire.ops.triton import (
     attention,
     attention_cache,
     coded,
+    coded_blocks,
     few,
     lora,
     mask,
@@ -36,6 +37,7 @@ from quire.ops.triton import (
     rope,
     texts,
 )  # fmt: skip
+from tests.gguf_blocks import weight_of
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
 CODES = {  # of a KV cache: type, largest code, 1: a scale per layer, 2: per token and head
@@ -694,3 +696,87 @@ def test_attention_within_texts(size, window, slopes, kind):
     assert made.metadata.shared <= 227 << 10
     kinds = {"x": kind, "out": WIDE, "ends": WHOLE, "counts": WHOLE, "width": "i32"}
     compiled(texts._sums_kernel, kinds, {"BLOCK": 128}, unaligned=("ends", "counts"))
+
+
+BLOCKS = ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "IQ4_XS", "IQ2_S", "NVFP4"]
+POINTERS = {torch.uint8: "*u8", torch.int8: "*i8", torch.float16: "*fp16"}
+
+
+def pointer(tensor):
+    return "none" if tensor is None else POINTERS[tensor.dtype]
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_gguf_files(name, half):
+    weight = weight_of(name, 64, 1024)
+    form = coded_blocks._Form.of(weight)
+    kinds = {key: pointer(getattr(weight, key)) for key in ("codes", "high", "scale", "least", "coarse")}
+    constants = coded_blocks._constants(weight, form)
+    tiles = {coded_blocks.tile_for(rows) for rows in (1, 16, 32)} | {coded_blocks.FIXED}
+    for tile in sorted(tiles)[:: 2 if half == "fp16" else 1]:
+        made = compiled(
+            coded_blocks._blocks_kernel,
+            kinds | {"x": f"*{half}", "table": "none", "bias": f"*{half}", "out": f"*{half}", "rows": "i32",
+                     "x_stride": "i32"},
+            constants | {"BIAS": True, "BM": tile.inputs, "BN": tile.columns, "SPLIT": tile.split, "ASM": True,
+                         "EARLY": True},
+            warps=tile.warps, stages=tile.stages, early=True,
+        )  # fmt: skip
+        assert "mma" in made.asm["ptx"] and ".local" not in made.asm["ptx"]
+    table = "*fp32" if weight.kind in coded_blocks._NUMBERS else "none"
+    compiled(coded_blocks._decode_blocks_kernel, kinds | {"table": table, "out": f"*{half}"}, constants | {"BN": 64})
+    compiled(
+        coded_blocks._decode_rows_kernel,
+        kinds | {"index": "*i64", "zero": "none", "table": table, "out": f"*{half}"},
+        constants | {"TABLE": int(table != "none"), "ZERO": False, "CENTRE": 8, "BLOCK": 1024},
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64, 200])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_times_some_rows(name, rows):
+    """Blocks reach `wgmma` in registers, without a detour through shared or local memory; and every scale is read where
+    TMA wrote it: words of rows that are 8 apart."""
+    skinny = pytest.importorskip("quire.ops.triton.skinny_blocks")
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    language = pytest.importorskip("triton.experimental.gluon.language")
+    weight, half = weight_of(name, 64, 1024), "bf16" if rows != 17 else "fp16"
+    assert skinny.fits_weight(weight)
+    padded, packed = skinny._padded(rows), weight.kind != "int8"
+
+    def described(kind, shape, swizzle):
+        return f"tensordesc<{kind}{shape},{language.NVMMASharedLayout(swizzle, int(kind[-2:]), 2)!r}>"
+
+    for kernel, more in ((skinny._parts_kernel, {"sums": "*fp32"}), (skinny._silu_kernel, {"out": f"*{half}"})):
+        if rows > skinny.MOST_GATED and "out" in more:
+            continue
+        ring = skinny.ring_of(rows, 1024)
+        box = ring.tile // 2 if "out" in more else ring.tile
+        words = {
+            key: described("i32", f"[1,{box * skinny._words_of(values)}]", 0)
+            for key in ("scale", "least", "coarse")
+            if (values := getattr(weight, key)) is not None
+        }
+        high = {} if weight.high is None else {"high": described("i16", f"[{box},16]", 32)}
+        kinds = {
+            "matrix": described("i16", f"[{box},{32 if packed else 64}]", 64 if packed else 128), **words, **high,
+            "rows": described(half, f"[{padded},128]", 128), "bias": f"*{half}", **more,
+        }  # fmt: skip
+        x = torch.zeros((rows, 1024), dtype=torch.bfloat16)
+        given = skinny._arguments(x, weight, x, ring, True)
+        constants = {key: value for key, value in given.items() if key not in ("num_warps", "launch_pdl")}
+        constants |= {key: None for key in ("high", "scale", "least", "coarse") if key not in kinds}
+        signature = {
+            param.name: "constexpr" if param.name in constants else kinds.get(param.name, "i32")
+            for param in kernel.params
+        }
+        places = {(list(signature).index(key),): value for key, value in constants.items()}
+        made = triton.compile(
+            source(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": ring.tile // 16}
+        )
+        text = made.asm["ptx"]
+        assert "wgmma.mma_async" in text and "griddepcontrol.wait" in text and ".local" not in text
+        loop = text[text.index("mbarrier.try_wait") : text.rindex("wgmma.mma_async")]
+        assert "st.shared" not in loop
+        assert made.metadata.shared <= 227 << 10

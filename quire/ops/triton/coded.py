@@ -38,6 +38,7 @@ from quire.ops.few import NormRule
 from quire.ops.op import Fits, FormTable, same_bits
 from quire.ops.parts import Delta
 from quire.ops.rounded import RoundedRows, RowCode
+from quire.ops.triton import coded_blocks
 from quire.ops.triton import norm as norm_kernel
 from quire.ops.triton.act import CLAMPED, MOST_ROUNDED, gated_rounded
 from quire.ops.triton.norm import rounded
@@ -411,6 +412,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group: int, *, early: bool = Fa
 
 def decode_weight(weight: CodedWeight, dtype: torch.dtype, *, asm: bool = True) -> Tensor:
     """ops.coded.decode_weight."""
+    if weight.is_blocked:
+        return coded_blocks.decode_blocks(weight, dtype)
     out = torch.empty((weight.rows, weight.width), dtype=dtype, device=weight.codes.device)
     packed = is_packed(weight.kind)
     half = weight.half if packed else 0
@@ -589,12 +592,15 @@ class CodedLinear:
 
     def _product(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
         rows = x.shape[0]
+        if weight.is_blocked and (self._fixed or rows <= coded_blocks.MOST_ROWS):
+            tile = coded_blocks.FIXED if self._fixed else coded_blocks.tile_for(rows)
+            return coded_blocks.multiply_blocks(x, weight, bias, tile, early=self._early)
         if self._fixed:
             return multiply(x, weight, bias, FIXED, early=self._early)
         if weight.rounds and rows > _ROUNDED and weight.width <= _WIDEST:
             codes, scale = quantize_rows(x, weight.codes.dtype, weight.group, early=self._early)
             return rounded_linear(RoundedRows(codes, scale, x.dtype), weight, bias, early=self._early)
-        if rows > _SCRATCH:
+        if rows > _SCRATCH or weight.is_blocked:
             return F.linear(x, decode_weight(weight, x.dtype), bias)
         return multiply(x, weight, bias, tile_for(rows, weight), early=self._early)
 
@@ -604,6 +610,7 @@ def add_forms(table: FormTable, acts: Mapping[Callable, int], free: Fits, *, ear
     table.form(coded_ops.coded_linear, free)(CodedLinear(early=early))
     table.form(coded_ops.coded_linear, same_bits)(CodedLinear(fixed=True, early=early))
     table.form(coded_ops.decode_weight)(decode_weight)
+    table.form(coded_ops.decode_rows)(coded_blocks.decode_rows)
     table.form(coded_ops.quantize_rows)(quantize_rows)
     table.form(rounded_ops.rounded_rows, free)(rounded_rows)
     table.form(rounded_ops.add_norm_rounded, free)(partial(add_norm_rounded, early=early))

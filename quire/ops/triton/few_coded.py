@@ -514,6 +514,7 @@ def fits_weight(weight: CodedWeight) -> bool:
     """Whether the kernel reads codes of this form."""
     return (
         weight.zero is None
+        and not weight.is_blocked
         and weight.width % 128 == 0
         and weight.width <= _WIDEST
         and weight.group % 128 == 0

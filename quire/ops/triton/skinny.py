@@ -36,7 +36,7 @@ from quire.ops.coded import CodedWeight
 from quire.ops.lora import AddedLowRank, LowRank
 from quire.ops.op import Fits, FormTable
 from quire.ops.parts import PartialSums
-from quire.ops.triton import launch, skinny_coded
+from quire.ops.triton import launch, skinny_blocks, skinny_coded
 from quire.ops.triton.act import SILU
 from quire.ops.triton.coded import CodedLinear
 from quire.ops.triton.descriptors import describe, load_tile
@@ -346,13 +346,17 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, added: AddedLowRank |
 
 
 def part_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWeight]) -> int:
-    """Up to how many rows a block's matmuls use these kernels and those of skinny_coded.py."""
+    """Up to how many rows a block's matmuls use these kernels and those of skinny_coded.py and skinny_blocks.py."""
     if dtype.itemsize != 2 or width % NARROW.entries:
         return 0
     codes = [matrix for matrix in matrices if isinstance(matrix, CodedWeight)]
-    if not all(map(skinny_coded.fits_weight, codes)):
+    if not all(skinny_coded.fits_weight(code) or skinny_blocks.fits_weight(code) for code in codes):
         return 0
-    return min([skinny_coded.most_rows(code) for code in codes] + [MOST_ROWS] * (len(codes) < len(matrices)))
+    return min([_most_rows(code) for code in codes] + [MOST_ROWS] * (len(codes) < len(matrices)))
+
+
+def _most_rows(weight: CodedWeight) -> int:
+    return skinny_blocks.MOST_ROWS if weight.is_blocked else skinny_coded.most_rows(weight)
 
 
 def added_rows(matrices: Sequence[tuple[Tensor | CodedWeight, LowRank]]) -> int:
@@ -374,6 +378,8 @@ class SkinnyForms:
             return linear_parts(x, weight, bias, added, processors=self._processors, early=self._early)
         if added is not None:
             return PartialSums(self._coded_with(x, weight, bias, added).float()[None], x.dtype)
+        if skinny_blocks.fits(x, weight):
+            return skinny_blocks.linear_parts(x, weight, bias, processors=self._processors, early=self._early)
         if not skinny_coded.fits(x, weight):
             return PartialSums(self._other(x, weight, bias).float()[None], x.dtype)
         return skinny_coded.linear_parts(x, weight, bias, processors=self._processors, early=self._early)
@@ -392,6 +398,8 @@ class SkinnyForms:
             return act(self._coded_with(x, weight, bias, added))
         if self._acts.get(act) == SILU and skinny_coded.fits(x, weight):
             return skinny_coded.linear_silu(x, weight, bias, early=self._early)
+        if self._acts.get(act) == SILU and skinny_blocks.fits(x, weight) and len(x) <= skinny_blocks.MOST_GATED:
+            return skinny_blocks.linear_silu(x, weight, bias, early=self._early)
         return act(self.coded_linear(x, weight, bias))
 
     def _coded_with(self, x: Tensor, weight: CodedWeight, bias: Tensor | None, added: AddedLowRank) -> Tensor:
@@ -400,6 +408,8 @@ class SkinnyForms:
     def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
         """ops.coded.coded_linear: what these kernels are faster at than others."""
         rows = x.shape[0] if x.ndim == 2 else 0
+        if rows and skinny_blocks.fits(x, weight):
+            return skinny_blocks.linear(x, weight, bias, processors=self._processors, early=self._early)
         if rows >= skinny_coded.LEAST_ROWS and skinny_coded.fits(x, weight):
             return self.linear_parts(x, weight, bias).whole()
         return self._other(x, weight, bias)

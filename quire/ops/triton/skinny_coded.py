@@ -415,6 +415,7 @@ def fits_weight(weight: CodedWeight) -> bool:
     depth = DEPTH.value
     return (
         weight.zero is None
+        and not weight.is_blocked
         and weight.width % depth == 0
         and weight.group % depth == 0
         and weight.codes.is_contiguous()
