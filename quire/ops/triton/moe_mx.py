@@ -1,0 +1,472 @@
+"""Experts in MXFP4 on Hopper: grouped matmuls whose weights go from memory to the registers of `wgmma`.
+
+    pack_experts ──▶ MxMatrix;  route, sort_pairs (moe.py) ──_mx_kernel──▶ act(x w1) [P, F], sorted
+                                                          ──_mx_kernel──▶ (.. w2) [parts, P, dim] ──_combine_kernel──▶
+
+Rows of a matrix are the M side of the instruction and tokens its N side of 8 to 128, so that a code is decoded once for
+all tokens of a tile. A thread reads with one load of 16 bytes what it has of 16 rows and UNIT columns in the left
+operand; nothing of the matrix goes through shared memory, and K keeps its order, so tokens are read as they are.
+
+Codes lie in words of 8 (`pack_experts`) such that one AND, after a shift, leaves sign, exponent and mantissa of two of
+them in the places of bfloat16's, 2^126 too small. One multiplication by a power of two repairs that and applies the
+scale of the block: the scales are stored with the exponent that it needs, 2^64 too small, which the result makes up
+for. So numbers are exact for scales from 2^-61 to 2^65; `fits_scales` says whether a matrix has others.
+
+Rows of gates and ups alternate in eights, so that a thread has both of a result. Floor: 4.25 bits a code. 32 experts of
+3 x 2880 x 2880: 423 MB, 101 us at 4.2 TB/s; 4 of them 12.6 us. Needs: bfloat16, K a multiple of 64, N of 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.coded_experts import ExpertCodes, open_chunks
+from quire.ops.triton import moe
+from quire.ops.triton.act import CLAMPED, SILU
+from quire.ops.triton.sizes import cdiv
+
+UNIT = gl.constexpr(64)  # columns that are decoded at once: a row of shared memory, two blocks of a scale each
+BLOCK = 32  # columns that share a scale
+_LEAST, _MOST = 66, 192  # exponents of scales whose numbers are exact
+_LIFT = 62  # what a stored scale's exponent has more: 126 for the codes, less 64
+_RESTORE = gl.constexpr(2.0**64)
+
+# Where the four codes of 16 bits have sign, exponent (two bits) and mantissa.
+_PLACES = ((15, 8, 7, 6), (9, 2, 1, 0), (11, 14, 13, 12), (10, 5, 4, 3))
+
+
+class MxConfig(NamedTuple):
+    bm: int  # pairs of a tile: 8, 16, 32, 64 or 128
+    warps: int  # 4 or 8: 16 rows of the matrix each
+    ahead: int  # units that are loaded at once, while as many are multiplied: a power of two
+    parts: int = 1  # splits of K, of a matmul without activation
+
+
+@dataclass(frozen=True)
+class MxMatrix:
+    """Matrices [experts, rows, width]."""
+
+    codes: Tensor  # int32 [experts, rows / 16, width / 64, 128]
+    scale: Tensor  # int32 [experts, rows / 16, width / 64, 8]: of rows r and r + 8, two blocks each
+    rows: int
+    width: int
+    gated: bool  # rows are gates and ups, in eights
+
+
+# --- the form in memory
+
+
+def fits_codes(w: ExpertCodes) -> bool:
+    return (
+        w.form == "e2m1"
+        and w.block == (1, BLOCK)
+        and w.scale is not None
+        and w.scale.dtype is torch.uint8
+        and w.row_scale is None
+        and w.width % UNIT.value == 0
+        and w.shape[1] % 16 == 0
+    )
+
+
+def fits_scales(w: ExpertCodes) -> bool:
+    """Reads the scales back from the device, so for loading only."""
+    least, most = torch.aminmax(w.scale)
+    return int(least) >= _LEAST and int(most) <= _MOST
+
+
+def pack_experts(w: ExpertCodes, *, gated: bool) -> MxMatrix:
+    """One expert at a time, so that little memory is needed beside both forms."""
+    experts, rows, width = w.shape
+    tiles, units = rows // 16, width // UNIT.value
+    codes = torch.empty((experts, tiles, units, 128), dtype=torch.int32, device=w.codes.device)
+    scale = torch.empty((experts, tiles, units, 8), dtype=torch.int32, device=w.codes.device)
+    for expert in range(experts):
+        codes[expert] = _pack_codes(open_chunks(w.codes[expert])[:, :width], gated)
+        scale[expert] = _pack_scales(w.scale[expert][:, : width // BLOCK], gated)
+    return MxMatrix(codes, scale, rows, width, gated)
+
+
+def _in_eights(x: Tensor, gated: bool) -> Tensor:
+    """[rows, n]: eight gates, the eight ups beside them, and so on."""
+    if not gated:
+        return x
+    return x.unflatten(0, (2, -1, 8)).transpose(0, 1).reshape(x.shape)
+
+
+def _pack_codes(codes: Tensor, gated: bool) -> Tensor:
+    """uint8 [rows, width] -> [rows / 16, units, 128]."""
+    table = [[sum((code >> (3 - bit) & 1) << at for bit, at in enumerate(p)) for code in range(16)] for p in _PLACES]
+    places = torch.tensor(table, dtype=torch.int32, device=codes.device)
+    # 16 rows are 2 x 8; 64 columns: block, pair of a word (2 x 2), thread, half of a register
+    split = _in_eights(codes, gated).unflatten(0, (-1, 2, 8)).unflatten(3, (-1, 2, 4, 4, 2)).long()
+    words = sum(
+        places[pair][split[:, :, :, :, :, pair, :, half]] << (16 * half) for pair in range(4) for half in range(2)
+    )  # fmt: skip
+    return words.permute(0, 3, 2, 5, 1, 4).flatten(2)
+
+
+def _pack_scales(scale: Tensor, gated: bool) -> Tensor:
+    """uint8 [rows, width / 32] -> [rows / 16, units, 8]."""
+    lifted = (scale.int() + _LIFT).clamp(max=254).to(torch.uint8)
+    split = _in_eights(lifted, gated).unflatten(0, (-1, 2, 8)).unflatten(3, (-1, 2))
+    return split.permute(0, 3, 2, 1, 4).flatten(3).contiguous().view(torch.int32).squeeze(-1)
+
+
+# --- the kernel
+
+
+def _decoded() -> str:
+    """$16 to $19: 4 words of codes, of two rows and two blocks each; $20: their scales, a byte each. Register 2 k + r
+    of the results has pair k of row r."""
+    lines = ["{", ".reg .b32 t, u, f;"]
+    for word in range(4):
+        row, block, w = word // 2, word % 2, f"${16 + word}"
+        to = [f"${2 * (4 * block + pair) + row}" for pair in range(4)]
+        lines += [
+            f"prmt.b32 f, $20, 0, 0x444{word};",
+            "mul.lo.u32 f, f, 0x00800080;",
+            f"and.b32 t, {w}, 0x81C081C0;",
+            f"mul.bf16x2 {to[0]}, t, f;",
+            f"shl.b32 t, {w}, 6;",
+            "and.b32 t, t, 0x81C081C0;",
+            f"mul.bf16x2 {to[1]}, t, f;",
+            f"shr.b32 t, {w}, 6;",
+            "and.b32 t, t, 0x01C001C0;",
+            f"shl.b32 u, {w}, 4;",
+            "lop3.b32 t, u, 0x80008000, t, 0xEA;",
+            f"mul.bf16x2 {to[2]}, t, f;",
+            f"shl.b32 t, {w}, 3;",
+            "and.b32 t, t, 0x01C001C0;",
+            f"shl.b32 u, {w}, 5;",
+            "lop3.b32 t, u, 0x80008000, t, 0xEA;",
+            f"mul.bf16x2 {to[3]}, t, f;",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+_DECODED = gl.constexpr(_decoded())
+_REGISTERS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
+
+_synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # from Triton 3.9 on the former
+
+
+@gluon.constexpr_function
+def _words_layout(warps):
+    """[warps, 8, 4, 4]: a warp has 16 rows, of each of which four threads have two words."""
+    return gl.BlockedLayout([1, 1, 1, 4], [1, 8, 4, 1], [warps, 1, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def _along(layout, dim):
+    """The layout of a vector along one of four dimensions of this one."""
+    for other in (3, 2, 1, 0):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.constexpr_function
+def _rows_layout(warps, pieces):
+    """Of rows of inputs, 16 bytes a thread."""
+    lanes = min(pieces, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _load_units(
+    codes, scale, expert, tile, unit, last, COUNT: gl.constexpr, UNITS: gl.constexpr, WARPS: gl.constexpr,
+    WHOLE: gl.constexpr, AHEAD: gl.constexpr, INSIDE: gl.constexpr,
+):  # fmt: skip
+    """Codes and scales of AHEAD times UNIT columns, 16 rows a warp from `tile` on, of which the matrix has COUNT.
+    INSIDE: all of them are before unit `last`; else those after it are not read."""
+    own: gl.constexpr = _words_layout(WARPS)
+    warp = tile + gl.arange(0, WARPS, layout=_along(own, 0))[:, None, None, None]
+    row = gl.arange(0, 8, layout=_along(own, 1))[None, :, None, None]
+    thread = gl.arange(0, 4, layout=_along(own, 2))[None, None, :, None]
+    word = gl.arange(0, 4, layout=_along(own, 3))[None, None, None, :]
+    place = (expert * COUNT + warp) * UNITS + unit
+    at, at_scale = codes + place * 128 + row * 16 + thread * 4 + word, scale + place * 8 + row
+    loaded = ()
+    for i in gl.static_range(AHEAD):
+        if WHOLE and INSIDE:
+            one, by = gl.load(at + i * 128), gl.load(at_scale + i * 8)
+        else:
+            inside = (warp < COUNT) & (unit + i < last)
+            one, by = gl.load(at + i * 128, mask=inside, other=0), gl.load(at_scale + i * 8, mask=inside, other=0)
+        loaded = loaded + (one, by)  # type: ignore[assignment]  # noqa: RUF005
+    return loaded
+
+
+@gluon.jit
+def _decode(words, by, WARPS: gl.constexpr, operand: gl.constexpr):
+    """[16 WARPS, UNIT] numbers, where each thread has what it needs of them."""
+    o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
+        _DECODED, _REGISTERS, [words, by], dtype=(gl.bfloat16,) * 8, is_pure=True, pack=4
+    )
+    first = gl.join(gl.join(o0, o1), gl.join(o2, o3))
+    second = gl.join(gl.join(o4, o5), gl.join(o6, o7))
+    # warp, row, thread, (row or that 8 further, column of the pair), 8 columns further, 16, 32
+    both = gl.join(first, second).reshape([WARPS, 8, 4, 2, 2, 2, 2, 2])
+    both = both.permute((0, 3, 1, 7, 6, 5, 2, 4)).reshape([16 * WARPS, UNIT])
+    return gl.convert_layout(both, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _copy_rows(at, staged, place, unit, last, live, k):
+    """The columns of some units; those past the last one are not read."""
+    inside = live[:, None] & (k < (last - unit) * UNIT)[None, :]
+    async_copy.async_copy_global_to_shared(staged.index(place), at + unit * UNIT, mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _multiply(
+    acc, loaded, rows, COUNT: gl.constexpr, WARPS: gl.constexpr, operand: gl.constexpr
+):  # fmt: skip
+    """acc + COUNT units; while one is multiplied, the next is decoded."""
+    left = _decode(loaded[0], loaded[1], WARPS, operand)
+    for i in gl.static_range(COUNT):
+        right = rows.slice(i * UNIT, UNIT, 1).permute((1, 0))
+        acc = warpgroup_mma(left, right, acc, is_async=True)
+        following = left
+        if i + 1 < COUNT:
+            following = _decode(loaded[2 * i + 2], loaded[2 * i + 3], WARPS, operand)
+        acc, left = warpgroup_mma_wait(0, deps=(acc, left))
+        left = following
+    return acc
+
+
+@gluon.jit
+def _arrived():
+    """A thread's copies of rows are there, for tensor cores too; then all warps must meet."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+
+
+@gluon.jit
+def _act(gate, up, alpha, limit, ACT: gl.constexpr):
+    """As act.gate_up."""
+    if ACT == CLAMPED_CODE:
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate / (1.0 + gl.exp(-gate * alpha))
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+CLAMPED_CODE = gl.constexpr(CLAMPED)
+
+
+@gluon.jit
+def _pairs_of(
+    order, start, stop, tile, layout: gl.constexpr, TOP_K: gl.constexpr, FIRST: gl.constexpr, DIRECT: gl.constexpr,
+    BM: gl.constexpr,
+):  # fmt: skip
+    """Of a tile's pairs: whether there is one, its number, the row of `a` and (FIRST) that of the result."""
+    i = gl.arange(0, BM, layout=layout)
+    row = start + i
+    live = row < stop
+    if DIRECT:
+        pair = gl.where(live, row, tile)
+    else:
+        pair = gl.load(order + row, mask=live, other=0)
+    source = pair // TOP_K if FIRST else gl.where(live, row, 0)
+    return live, pair, source, row
+
+
+@gluon.jit(do_not_specialize=["most_tiles", "pairs"])
+def _mx_kernel(
+    a, codes, scale, bias, out, order, tile_expert, tile_start, end, most_tiles, pairs, alpha, limit,
+    N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+    FIRST: gl.constexpr, GATED: gl.constexpr, DIRECT: gl.constexpr, BM: gl.constexpr, WARPS: gl.constexpr,
+    AHEAD: gl.constexpr, PARTS: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """grid (tiles * columns, PARTS): a tile of pairs times 16 WARPS rows; FIRST, GATED and DIRECT as in moe.py. `out`
+    of PARTS: float32 [PARTS, pairs, N]. EARLY: the first matmul lets the second start when routing and sorting are
+    done, so that one may read its experts and their first codes before it waits."""
+    COUNT: gl.constexpr = (2 * N if GATED else N) // 16
+    UNITS: gl.constexpr = K // UNIT
+    MINE: gl.constexpr = UNITS // PARTS
+    TURNS: gl.constexpr = (MINE + AHEAD - 1) // AHEAD
+    WHOLE: gl.constexpr = COUNT % WARPS == 0
+    RESULTS: gl.constexpr = 8 * WARPS if GATED else 16 * WARPS
+    columns: gl.constexpr = (N + RESULTS - 1) // RESULTS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    copied: gl.constexpr = _rows_layout(WARPS, 8 * AHEAD)
+    staged = gl.allocate_shared_memory(gl.bfloat16, [2, BM, AHEAD * UNIT], gl.NVMMASharedLayout(128, 16, 2))
+    if EARLY and FIRST:
+        gdc_wait()
+    if EARLY:
+        gdc_launch_dependents()
+    program, part = gl.program_id(0), gl.program_id(1)
+    group, inner = program // (TILES * columns), program % (TILES * columns)
+    size = gl.minimum(most_tiles - group * TILES, TILES)
+    tile, column = group * TILES + inner % size, inner // size
+    expert = gl.load(tile_expert + tile).to(gl.int64)
+    if expert >= 0:
+        begin, last = part * MINE, part * MINE + MINE
+        loaded = _load_units(
+            codes, scale, expert, column * WARPS, begin, last, COUNT, UNITS, WARPS, WHOLE, AHEAD, AHEAD <= MINE
+        )  # fmt: skip
+        start, stop = tile, tile + 1
+        if not DIRECT:
+            start, stop = gl.load(tile_start + tile), gl.load(end + expert)
+        if EARLY and not FIRST:
+            gdc_wait()
+        live, _pair, source, _row = _pairs_of(
+            order, start, stop, tile, gl.SliceLayout(1, copied), TOP_K, FIRST, DIRECT, BM
+        )  # fmt: skip
+        k = gl.arange(0, AHEAD * UNIT, layout=gl.SliceLayout(0, copied))
+        at = a + source.to(gl.int64)[:, None] * K + k[None, :]
+        _copy_rows(at, staged, 0, begin, last, live, k)
+        acc = gl.zeros([16 * WARPS, BM], gl.float32, layout=mma)
+        for turn in range(0, TURNS - 1):
+            unit = begin + (turn + 1) * AHEAD
+            _arrived()
+            after = _load_units(  # after that fence, which waits for loads too, and before a barrier, which keeps them
+                codes, scale, expert, column * WARPS, unit, last, COUNT, UNITS, WARPS, WHOLE, AHEAD, MINE % AHEAD == 0
+            )  # fmt: skip
+            _synchronize()  # all have used the rows of the turn before, whose place the next ones take
+            _copy_rows(at, staged, (turn + 1) % 2, unit, last, live, k)
+            acc = _multiply(acc, loaded, staged.index(turn % 2), AHEAD, WARPS, operand)
+            loaded = after
+        _arrived()
+        _synchronize()
+        LEFT: gl.constexpr = MINE - (TURNS - 1) * AHEAD
+        acc = _multiply(acc, loaded, staged.index((TURNS - 1) % 2), LEFT, WARPS, operand)
+        acc = acc * _RESTORE
+        if GATED:
+            gate, up = gl.split(acc.reshape([WARPS, 2, 8, BM]).permute((0, 2, 3, 1)))
+            gate, up = gate.reshape([8 * WARPS, BM]), up.reshape([8 * WARPS, BM])
+            own: gl.constexpr = gate.type.layout
+            n = column * RESULTS + gl.arange(0, RESULTS, layout=gl.SliceLayout(1, own))
+            if BIAS:
+                at_bias = bias + expert * (2 * N) + n
+                gate += gl.load(at_bias, mask=n < N, other=0.0).to(gl.float32)[:, None]
+                up += gl.load(at_bias + N, mask=n < N, other=0.0).to(gl.float32)[:, None]
+            y = _act(gate, up, alpha, limit, ACT)
+            _store(out, y, n, order, start, stop, tile, part, pairs, own, N, TOP_K, FIRST, DIRECT, BM)
+        else:
+            n = column * RESULTS + gl.arange(0, RESULTS, layout=gl.SliceLayout(1, mma))
+            if BIAS:
+                inside = (n < N) & (part == 0)
+                acc += gl.load(bias + expert * N + n, mask=inside, other=0.0).to(gl.float32)[:, None]
+            _store(out, acc, n, order, start, stop, tile, part, pairs, mma, N, TOP_K, FIRST, DIRECT, BM)
+
+
+@gluon.jit
+def _store(
+    out, y, n, order, start, stop, tile, part, pairs, own: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr,
+    FIRST: gl.constexpr, DIRECT: gl.constexpr, BM: gl.constexpr,
+):  # fmt: skip
+    live, pair, _source, row = _pairs_of(
+        order, start, stop, tile, gl.SliceLayout(0, own), TOP_K, FIRST, DIRECT, BM
+    )  # fmt: skip
+    target = part * pairs + (row if FIRST else pair)
+    at = out + target.to(gl.int64)[None, :] * N + n[:, None]
+    gl.store(at, y.to(out.dtype.element_ty), mask=live[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    y, weights, stream, out, pairs, DIM: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """As that of moe.py, of y in PARTS."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < DIM
+    kind: tl.constexpr = out.dtype.element_ty
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        one = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(PARTS):
+            row = part * pairs + token * TOP_K + j
+            one += tl.load(y + row * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        acc += tl.load(weights + token * TOP_K + j).to(tl.float32) * one.to(kind).to(tl.float32)
+    if ADD:
+        acc = acc.to(kind).to(tl.float32)
+        acc += tl.load(stream + token * DIM + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * DIM + column, acc.to(kind), mask=inside)
+
+
+# --- calls
+
+
+def product(
+    a: Tensor, w: MxMatrix, bias: Tensor | None, tiles: moe.ExpertTiles, top_k: int, config: MxConfig, *, pairs: int,
+    first: bool, act: tuple[int, float, float] | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
+    """As moe.product; with config.parts above 1 float32 [parts, pairs, N]."""
+    code, alpha, limit = act or (SILU, 0.0, 0.0)
+    n = w.rows // 2 if w.gated else w.rows
+    shape = (pairs, n) if config.parts == 1 else (config.parts, pairs, n)
+    out = torch.empty(shape, dtype=a.dtype if config.parts == 1 else torch.float32, device=a.device)
+    most_tiles = pairs if tiles.direct else tiles.expert.shape[0]
+    results = (8 if w.gated else 16) * config.warps
+    _mx_kernel[(most_tiles * cdiv(n, results), config.parts)](
+        a, w.codes, w.scale, bias, out, tiles.order, tiles.expert, tiles.start, tiles.end, most_tiles, pairs, alpha,
+        limit, N=n, K=w.width, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, GATED=w.gated,
+        DIRECT=tiles.direct, BM=config.bm, WARPS=config.warps, AHEAD=config.ahead, PARTS=config.parts, TILES=8,
+        EARLY=early, num_warps=config.warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
+
+
+def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: bool = False) -> Tensor:
+    """y [T * k, dim] or float32 [parts, T * k, dim] -> [T, dim] of the dtype of `stream`."""
+    if y.dim() == 2:
+        return moe.combine(y, weights, stream, early=early)
+    (tokens, top_k), (parts, pairs, dim) = weights.shape, y.shape
+    out = torch.empty((tokens, dim), dtype=torch.bfloat16, device=y.device)
+    block = 256
+    _combine_kernel[(tokens, cdiv(dim, block))](
+        y, weights, stream, out, pairs, DIM=dim, TOP_K=top_k, PARTS=parts, ADD=stream is not None, BLOCK=block,
+        EARLY=early, num_warps=1, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
+
+
+def configs_of(tokens: int, pairs: int, experts: int) -> tuple[MxConfig, MxConfig]:
+    """Not measured: by the arithmetic of the module's first lines."""
+    each = pairs / experts
+    if tokens == 1:
+        return MxConfig(8, 4, 4), MxConfig(8, 4, 4, parts=3)
+    if each <= 6:
+        return MxConfig(8, 8, 4), MxConfig(8, 8, 4)
+    if each <= 12:
+        return MxConfig(16, 8, 4), MxConfig(16, 8, 4)
+    if each <= 26:
+        return MxConfig(32, 8, 4), MxConfig(32, 8, 4)
+    if each <= 96:
+        return MxConfig(64, 8, 4), MxConfig(64, 8, 4)
+    return MxConfig(128, 8, 4), MxConfig(128, 8, 4)
+
+
+def run_experts(
+    x: Tensor, weights: Tensor, index: Tensor, w1: MxMatrix, w2: MxMatrix, *, b1: Tensor | None, b2: Tensor | None,
+    act: tuple[int, float, float], stream: Tensor | None = None, early: bool = False,
+    configs: tuple[MxConfig, MxConfig] | None = None,
+) -> Tensor:  # fmt: skip
+    """As moe.run_experts; `act`: SILU or CLAMPED, alpha, limit."""
+    (tokens, top_k), pairs = index.shape, index.numel()
+    experts = w1.codes.shape[0]
+    first, second = configs or configs_of(tokens, pairs, experts)
+    tiles = moe.sort_pairs(index, experts, first.bm, early=early)
+    h = product(x, w1, b1, tiles, top_k, first, pairs=pairs, first=True, act=act, early=early)
+    y = product(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs=pairs, first=False, early=early)
+    return combine(y, weights, stream, early=early)

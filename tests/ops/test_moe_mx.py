@@ -1,0 +1,152 @@
+"""Experts in MXFP4 (ops/triton/moe_mx.py): the form in memory, and the kernel as numpy runs it."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from functools import partial
+
+import numpy as np
+
+from quire.ops import act as act_ops
+from quire.ops import coded_experts as ops
+from quire.ops import moe as moe_ops
+from quire.ops.triton import act, moe, moe_mx
+from quire.ops.triton.moe_mx import MxConfig
+from tests import gluon_on_numpy
+from tests.coded_expert_cases import make_codes
+from tests.fused_cases import Draw
+
+LIMIT = 1.5e-2
+CLAMPS = {"alpha": 1.702, "limit": 2.0}
+
+
+def sorted_pairs(index, experts, bm):
+    """As moe.sort_pairs."""
+    flat = index.flatten()
+    order = torch.argsort(flat, stable=True).int()
+    counts = torch.bincount(flat, minlength=experts)
+    end = counts.cumsum(0)
+    expert, start = [], []
+    for e in range(experts):
+        for first in range(0, int(counts[e]), bm):
+            expert.append(e)
+            start.append(int(end[e] - counts[e]) + first)
+    spare = min(len(flat), experts) + len(flat) // bm - len(expert)
+    return moe.ExpertTiles(
+        order, torch.tensor(expert + [-1] * spare).int(), torch.tensor(start + [0] * spare).int(), end.int()
+    )
+
+
+class Launched:
+    """Takes a kernel's place: kernel[grid](..)."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps, **constants):
+            assert num_warps == constants["WARPS"]
+            self.run(grid, *given, **constants)
+
+        return launch
+
+
+@pytest.fixture
+def by_numpy(monkeypatch):
+    kernel = Launched(gluon_on_numpy.runner(moe_mx, "_mx_kernel"))
+    monkeypatch.setattr(moe_mx, "_mx_kernel", kernel)
+
+
+def made(experts, rows, width, seed=0):
+    return make_codes("mxfp4", Draw(seed, "cpu", torch.bfloat16), experts, rows, width)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_packed_codes_are_the_same_numbers(gated):
+    """Every code at every place, decoded by the kernel's own instructions."""
+    w = made(1, 32, 128)
+    packed = moe_mx.pack_experts(w, gated=gated)
+    wanted = moe_mx._in_eights(w.numbers(0), gated).unflatten(0, (2, 2, 8))
+    for tile in range(2):
+        for unit in range(2):
+            words = packed.codes[0, tile, unit].view(1, 8, 4, 4).numpy()
+            by = packed.scale[0, tile, unit].view(1, 8, 1, 1).numpy()
+            run = gluon_on_numpy.inline_asm_elementwise
+            out = run(
+                moe_mx._decoded(), moe_mx._REGISTERS.value, [words, by], dtype=("bf16",) * 8, is_pure=True, pack=4
+            )
+            # pair, row, thread, 8 further, column of the pair -> rows, columns
+            found = np.stack(out).reshape(8, 8, 4, 2, 2).transpose(3, 1, 0, 2, 4).reshape(2, 8, 64)
+            np.testing.assert_array_equal(found * 2.0**64, wanted[tile, :, :, 64 * unit : 64 * unit + 64].numpy())
+
+
+def test_every_code_and_scale():
+    """All sixteen codes times all scales that are held to be exact."""
+    for exponent in range(moe_mx._LEAST, moe_mx._MOST + 1):
+        codes = torch.arange(16, dtype=torch.uint8).repeat(16, 4)
+        scale = torch.full((1, 16, 4), exponent, dtype=torch.uint8)
+        w = ops.ExpertCodes("e2m1", ops.close_chunks(codes)[None], 64, scale, (1, 32))
+        assert moe_mx.fits_codes(w) and moe_mx.fits_scales(w)
+        packed = moe_mx.pack_experts(w, gated=False)
+        words, by = packed.codes[0, 0, 0].view(1, 8, 4, 4).numpy(), packed.scale[0, 0, 0].view(1, 8, 1, 1).numpy()
+        run = gluon_on_numpy.inline_asm_elementwise
+        out = run(moe_mx._decoded(), moe_mx._REGISTERS.value, [words, by], dtype=("bf16",) * 8, is_pure=True, pack=4)
+        found = np.stack(out).reshape(8, 8, 4, 2, 2).transpose(3, 1, 0, 2, 4).reshape(16, 64)
+        np.testing.assert_array_equal(found.astype(np.float64) * 2.0**64, w.numbers(0).double().numpy())
+
+
+def test_what_does_not_fit():
+    good = made(1, 32, 128)
+    assert moe_mx.fits_codes(good) and moe_mx.fits_scales(good)
+    assert not moe_mx.fits_codes(made(1, 24, 128)) and not moe_mx.fits_codes(made(1, 32, 96))
+    assert not moe_mx.fits_codes(make_codes("nvfp4", Draw(0, "cpu", torch.bfloat16), 1, 32, 128))
+    for scale in (good.scale.clone().fill_(moe_mx._LEAST - 1), good.scale.clone().fill_(moe_mx._MOST + 1)):
+        assert not moe_mx.fits_scales(ops.ExpertCodes("e2m1", good.codes, 128, scale, (1, 32)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "dim", "ffn", "configs"),
+    [
+        (1, 2, 192, 64, (MxConfig(8, 4, 2), MxConfig(8, 4, 4))),  # tile i is pair i; fewer units than are loaded
+        (1, 2, 192, 192, (MxConfig(8, 4, 4), MxConfig(8, 4, 2, parts=3))),
+        (1, 2, 64, 320, (MxConfig(8, 4, 2), MxConfig(8, 8, 4))),  # a last turn of one unit; rows past the end
+        (7, 2, 192, 80 * 4, (MxConfig(8, 8, 2), MxConfig(8, 8, 2))),
+        (21, 2, 128, 64, (MxConfig(16, 4, 1), MxConfig(16, 4, 2))),  # several tiles of an expert
+        (5, 3, 320, 64, (MxConfig(32, 4, 4), MxConfig(32, 8, 1))),
+    ],
+)
+def test_experts(by_numpy, monkeypatch, tokens, top_k, dim, ffn, configs):
+    experts, draw = 3, Draw(1, "cpu", torch.bfloat16)
+    w1, w2 = made(experts, 2 * ffn, dim, 2), made(experts, dim, ffn, 3)
+    x, stream = draw.normal(tokens, dim), draw.normal(tokens, dim)
+    b1, b2 = draw.normal(experts, 2 * ffn), draw.normal(experts, dim)
+    weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), top_k)
+    index = index.int()
+    direct = moe.ExpertTiles(index, index, index, index, direct=True)
+    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: (
+        direct if tokens == 1 else sorted_pairs(index, experts, bm)))  # fmt: skip
+    monkeypatch.setattr(moe_mx, "combine", partial(summed, weights))
+    first, second = moe_mx.pack_experts(w1, gated=True), moe_mx.pack_experts(w2, gated=False)
+    for code, meant in (
+        ((act.CLAMPED, *CLAMPS.values()), partial(act_ops.clamped_swiglu.reference, **CLAMPS)),
+        ((act.SILU, 0.0, 0.0), act_ops.GATED["silu"].reference),
+    ):
+        rest = {"b1": b1, "b2": b2, "stream": stream}
+        found = moe_mx.run_experts(x, weights, index, first, second, act=code, configs=configs, **rest)
+        wide = {name: value.float() for name, value in rest.items()}
+        wanted = ops.run_coded_experts.reference(x.float(), weights, index.long(), w1, w2, act=meant, **wide)
+        error = (found.float() - wanted).norm() / (wanted - stream.float()).norm()
+        assert error < LIMIT
+    rest |= {"b1": None, "b2": None}
+    moved = moe_mx.run_experts(x, weights, index, first, second, act=code, configs=configs, **rest)
+    assert (moved.float() - wanted).norm() / (wanted - stream.float()).norm() > 4 * LIMIT  # the biases count
+
+
+def summed(given, y, weights, stream, *, early):
+    """As the kernel that combines, which is Triton's."""
+    y = y if y.dim() == 2 else y.sum(0).bfloat16()
+    assert weights is given
+    return ((y.view(*weights.shape, -1).float() * weights[..., None].float()).sum(1) + stream.float()).bfloat16()
