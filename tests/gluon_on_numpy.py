@@ -73,7 +73,7 @@ class Pointer:
 
 class Shared:
     def __init__(self, array):
-        self.array = array
+        self.array, self.shape = array, array.shape
 
     def index(self, i):
         return Shared(self.array[int(i)])
@@ -209,10 +209,7 @@ def runner(module, name: str):
             scope |= {
                 "gl": _language(program), "warpgroup_mma": _multiplied, "warpgroup_mma_wait": lambda n, deps: deps,
                 "fence_async_shared": lambda: None, "_synchronize": lambda: None,
-                "async_copy": SimpleNamespace(
-                    async_copy_global_to_shared=lambda to, at, mask: _copied(to, at, mask),
-                    commit_group=lambda: None, wait_group=lambda n: None,
-                ),
+                "_copy": _copied, "async_copy": SimpleNamespace(commit_group=lambda: None, wait_group=lambda n: None),
             }  # fmt: skip
             for key, value in list(scope.items()):
                 inner = getattr(value, "fn", None)

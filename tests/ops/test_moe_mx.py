@@ -47,7 +47,7 @@ class Launched:
         self.run = run
 
     def __getitem__(self, grid):
-        def launch(*given, num_warps, **constants):
+        def launch(*given, num_warps, maxnreg, **constants):
             assert num_warps == constants["WARPS"]
             self.run(grid, *given, **constants)
 

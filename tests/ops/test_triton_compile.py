@@ -588,6 +588,37 @@ def test_one_row_of_coded_weights(kind, shape, half):
     assert made.metadata.shared <= 50 << 10  # so that several programs share a multiprocessor
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tokens", [1, 32, 64, 128, 512, 2048])
+def test_experts_in_mxfp4(tokens, first):
+    """As above; codes go from memory to the registers of `wgmma`, 16 bytes a thread, and those of the next turn are
+    asked for before this one's are multiplied."""
+    moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    config, kernel = moe_mx.configs_of(tokens, 4 * tokens, 32)[not first], moe_mx._mx_kernel
+    kinds = dict.fromkeys(("codes", "scale", "order", "tile_expert", "tile_start", "end"), WHOLE)
+    kinds |= {"a": HALF, "bias": HALF, "out": HALF if config.parts == 1 else WIDE, "most_tiles": "i32"}
+    kinds |= {"pairs": "i32", "alpha": "fp32", "limit": "fp32"}
+    constants = {
+        "N": 2880, "K": 2880, "TOP_K": 4, "ACT": act.CLAMPED, "BIAS": True, "FIRST": first, "GATED": first,
+        "DIRECT": tokens == 1, "BM": config.bm, "WARPS": config.warps, "AHEAD": config.ahead, "PARTS": config.parts,
+        "TILES": 8, "EARLY": True,
+    }  # fmt: skip
+    names = kernel.arg_names
+    signature = {name: kinds.get(name, "constexpr") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
+    options = {"num_warps": config.warps, "launch_pdl": True, "maxnreg": config.registers or None}
+    made = triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+    text = made.asm["ptx"]
+    assert "wgmma.mma_async" in text and ".local" not in text
+    assert ("griddepcontrol.wait" in text.split("wgmma")[0]) and made.metadata.shared <= 113 << 10
+    loop = text[text.index("wgmma.fence") : text.rindex("wgmma.wait_group")]
+    assert "ld.shared" not in loop and "st.shared" not in loop
+    asked = text[: text.index("wgmma.mma_async")]
+    assert len(re.findall(r"ld\.global\.v4\.b32", asked)) >= 2 * config.ahead
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "int4-zeros-between", "fp4"])
 def test_coded_weights(name):
     """Every tile that is chosen, for both dtypes; no local memory, and 8-bit inputs reach their tensor cores."""

@@ -43,7 +43,7 @@ _LIFT = 62  # what a stored scale's exponent has more: 126 for the codes, less 6
 _RESTORE = gl.constexpr(2.0**64)
 
 # Where the four codes of 16 bits have sign, exponent (two bits) and mantissa.
-_PLACES = ((15, 8, 7, 6), (9, 2, 1, 0), (11, 14, 13, 12), (10, 5, 4, 3))
+_PLACES = ((15, 8, 7, 6), (9, 2, 1, 0), (11, 10, 14, 13), (12, 5, 4, 3))
 
 
 class MxConfig(NamedTuple):
@@ -51,6 +51,7 @@ class MxConfig(NamedTuple):
     warps: int  # 4 or 8: 16 rows of the matrix each
     ahead: int  # units that are loaded at once, while as many are multiplied: a power of two
     parts: int = 1  # splits of K, of a matmul without activation
+    registers: int = 0  # of a thread at most; 0: as many as the compiler wants
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,13 @@ def _decoded() -> str:
             f"shl.b32 t, {w}, 6;",
             "and.b32 t, t, 0x81C081C0;",
             f"mul.bf16x2 {to[1]}, t, f;",
-            f"shr.b32 t, {w}, 6;",
-            "and.b32 t, t, 0x01C001C0;",
-            f"shl.b32 u, {w}, 4;",
-            "lop3.b32 t, u, 0x80008000, t, 0xEA;",
+            f"prmt.b32 t, {w}, 0, 0x2301;",  # bytes of the halves change places: 3, 2, 6, 5
+            "and.b32 t, t, 0x006C006C;",
+            "mul.lo.u32 t, t, 0x1042;",  # 12, 6, 1 and 1 to the left; no two bits come to the same place
+            "and.b32 t, t, 0x81C081C0;",
             f"mul.bf16x2 {to[2]}, t, f;",
             f"shl.b32 t, {w}, 3;",
-            "and.b32 t, t, 0x01C001C0;",
-            f"shl.b32 u, {w}, 5;",
-            "lop3.b32 t, u, 0x80008000, t, 0xEA;",
+            "and.b32 t, t, 0x81C081C0;",
             f"mul.bf16x2 {to[3]}, t, f;",
         ]
     return "\n".join([*lines, "}"])
@@ -158,7 +157,9 @@ def _decoded() -> str:
 _DECODED = gl.constexpr(_decoded())
 _REGISTERS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
-_synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # from Triton 3.9 on the former
+# From Triton 3.9 on they have other names.
+_synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
@@ -185,26 +186,23 @@ def _rows_layout(warps, pieces):
 
 @gluon.jit
 def _load_units(
-    codes, scale, expert, tile, unit, last, COUNT: gl.constexpr, UNITS: gl.constexpr, WARPS: gl.constexpr,
-    WHOLE: gl.constexpr, AHEAD: gl.constexpr, INSIDE: gl.constexpr,
+    codes, scale, expert, tile, unit, COUNT: gl.constexpr, UNITS: gl.constexpr, WARPS: gl.constexpr,
+    LOADED: gl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of AHEAD times UNIT columns, 16 rows a warp from `tile` on, of which the matrix has COUNT.
-    INSIDE: all of them are before unit `last`; else those after it are not read."""
+    """Codes and scales of LOADED times UNIT columns, 16 rows a warp from `tile` on. The matrix has COUNT such tiles,
+    and warps past them read the last one."""
     own: gl.constexpr = _words_layout(WARPS)
     warp = tile + gl.arange(0, WARPS, layout=_along(own, 0))[:, None, None, None]
+    if COUNT % WARPS != 0:
+        warp = gl.minimum(warp, COUNT - 1)
     row = gl.arange(0, 8, layout=_along(own, 1))[None, :, None, None]
     thread = gl.arange(0, 4, layout=_along(own, 2))[None, None, :, None]
     word = gl.arange(0, 4, layout=_along(own, 3))[None, None, None, :]
     place = (expert * COUNT + warp) * UNITS + unit
     at, at_scale = codes + place * 128 + row * 16 + thread * 4 + word, scale + place * 8 + row
     loaded = ()
-    for i in gl.static_range(AHEAD):
-        if WHOLE and INSIDE:
-            one, by = gl.load(at + i * 128), gl.load(at_scale + i * 8)
-        else:
-            inside = (warp < COUNT) & (unit + i < last)
-            one, by = gl.load(at + i * 128, mask=inside, other=0), gl.load(at_scale + i * 8, mask=inside, other=0)
-        loaded = loaded + (one, by)  # type: ignore[assignment]  # noqa: RUF005
+    for i in gl.static_range(LOADED):
+        loaded = loaded + (gl.load(at + i * 128), gl.load(at_scale + i * 8))  # type: ignore[assignment]  # noqa: RUF005
     return loaded
 
 
@@ -223,10 +221,12 @@ def _decode(words, by, WARPS: gl.constexpr, operand: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rows(at, staged, place, unit, last, live, k):
-    """The columns of some units; those past the last one are not read."""
-    inside = live[:, None] & (k < (last - unit) * UNIT)[None, :]
-    async_copy.async_copy_global_to_shared(staged.index(place), at + unit * UNIT, mask=inside)
+def _copy_rows(at, staged, place, unit, live, k, LOADED: gl.constexpr):
+    """The columns of LOADED units, of the rows that there are."""
+    inside = live[:, None]
+    if LOADED * UNIT != staged.shape[2]:
+        inside = inside & (k < LOADED * UNIT)[None, :]
+    _copy(staged.index(place), at + unit * UNIT, mask=inside)
     async_copy.commit_group()
 
 
@@ -298,7 +298,8 @@ def _mx_kernel(
     UNITS: gl.constexpr = K // UNIT
     MINE: gl.constexpr = UNITS // PARTS
     TURNS: gl.constexpr = (MINE + AHEAD - 1) // AHEAD
-    WHOLE: gl.constexpr = COUNT % WARPS == 0
+    LEFT: gl.constexpr = MINE - (TURNS - 1) * AHEAD  # units of the last turn
+    BEGIN: gl.constexpr = LEFT if TURNS == 1 else AHEAD  # of the first
     RESULTS: gl.constexpr = 8 * WARPS if GATED else 16 * WARPS
     columns: gl.constexpr = (N + RESULTS - 1) // RESULTS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
@@ -315,10 +316,8 @@ def _mx_kernel(
     tile, column = group * TILES + inner % size, inner // size
     expert = gl.load(tile_expert + tile).to(gl.int64)
     if expert >= 0:
-        begin, last = part * MINE, part * MINE + MINE
-        loaded = _load_units(
-            codes, scale, expert, column * WARPS, begin, last, COUNT, UNITS, WARPS, WHOLE, AHEAD, AHEAD <= MINE
-        )  # fmt: skip
+        begin = part * MINE
+        loaded = _load_units(codes, scale, expert, column * WARPS, begin, COUNT, UNITS, WARPS, BEGIN)
         start, stop = tile, tile + 1
         if not DIRECT:
             start, stop = gl.load(tile_start + tile), gl.load(end + expert)
@@ -329,21 +328,26 @@ def _mx_kernel(
         )  # fmt: skip
         k = gl.arange(0, AHEAD * UNIT, layout=gl.SliceLayout(0, copied))
         at = a + source.to(gl.int64)[:, None] * K + k[None, :]
-        _copy_rows(at, staged, 0, begin, last, live, k)
+        _copy_rows(at, staged, 0, begin, live, k, BEGIN)
         acc = gl.zeros([16 * WARPS, BM], gl.float32, layout=mma)
-        for turn in range(0, TURNS - 1):
+        for turn in range(0, TURNS - 2):
             unit = begin + (turn + 1) * AHEAD
-            _arrived()
-            after = _load_units(  # after that fence, which waits for loads too, and before a barrier, which keeps them
-                codes, scale, expert, column * WARPS, unit, last, COUNT, UNITS, WARPS, WHOLE, AHEAD, MINE % AHEAD == 0
-            )  # fmt: skip
+            _arrived()  # a fence, which waits for loads too: so the next ones come after it
+            after = _load_units(codes, scale, expert, column * WARPS, unit, COUNT, UNITS, WARPS, AHEAD)
             _synchronize()  # all have used the rows of the turn before, whose place the next ones take
-            _copy_rows(at, staged, (turn + 1) % 2, unit, last, live, k)
+            _copy_rows(at, staged, (turn + 1) % 2, unit, live, k, AHEAD)
             acc = _multiply(acc, loaded, staged.index(turn % 2), AHEAD, WARPS, operand)
+            loaded = after
+        if TURNS > 1:
+            unit = begin + (TURNS - 1) * AHEAD
+            _arrived()
+            after = _load_units(codes, scale, expert, column * WARPS, unit, COUNT, UNITS, WARPS, LEFT)
+            _synchronize()
+            _copy_rows(at, staged, (TURNS - 1) % 2, unit, live, k, LEFT)
+            acc = _multiply(acc, loaded, staged.index(TURNS % 2), AHEAD, WARPS, operand)
             loaded = after
         _arrived()
         _synchronize()
-        LEFT: gl.constexpr = MINE - (TURNS - 1) * AHEAD
         acc = _multiply(acc, loaded, staged.index((TURNS - 1) % 2), LEFT, WARPS, operand)
         acc = acc * _RESTORE
         if GATED:
@@ -422,7 +426,7 @@ def product(
         a, w.codes, w.scale, bias, out, tiles.order, tiles.expert, tiles.start, tiles.end, most_tiles, pairs, alpha,
         limit, N=n, K=w.width, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, GATED=w.gated,
         DIRECT=tiles.direct, BM=config.bm, WARPS=config.warps, AHEAD=config.ahead, PARTS=config.parts, TILES=8,
-        EARLY=early, num_warps=config.warps, **({"launch_pdl": True} if early else {}),
+        EARLY=early, num_warps=config.warps, maxnreg=config.registers or None, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
@@ -447,14 +451,14 @@ def configs_of(tokens: int, pairs: int, experts: int) -> tuple[MxConfig, MxConfi
     if tokens == 1:
         return MxConfig(8, 4, 4), MxConfig(8, 4, 4, parts=3)
     if each <= 6:
-        return MxConfig(8, 8, 4), MxConfig(8, 8, 4)
+        return (MxConfig(8, 8, 4, registers=80),) * 2
     if each <= 12:
-        return MxConfig(16, 8, 4), MxConfig(16, 8, 4)
+        return (MxConfig(16, 8, 4, registers=80),) * 2
     if each <= 26:
-        return MxConfig(32, 8, 4), MxConfig(32, 8, 4)
+        return (MxConfig(32, 8, 4, registers=128),) * 2
     if each <= 96:
-        return MxConfig(64, 8, 4), MxConfig(64, 8, 4)
-    return MxConfig(128, 8, 4), MxConfig(128, 8, 4)
+        return (MxConfig(64, 8, 2, registers=128),) * 2
+    return (MxConfig(128, 8, 2),) * 2
 
 
 def run_experts(
