@@ -224,7 +224,7 @@ def _decode(words, by, WARPS: gl.constexpr, operand: gl.constexpr):
 def _copy_rows(at, staged, place, unit, live, k, LOADED: gl.constexpr):
     """The columns of LOADED units, of the rows that there are."""
     inside = live[:, None]
-    if LOADED * UNIT != staged.shape[2]:
+    if staged.shape[2] != LOADED * UNIT:
         inside = inside & (k < LOADED * UNIT)[None, :]
     _copy(staged.index(place), at + unit * UNIT, mask=inside)
     async_copy.commit_group()
@@ -426,7 +426,8 @@ def product(
         a, w.codes, w.scale, bias, out, tiles.order, tiles.expert, tiles.start, tiles.end, most_tiles, pairs, alpha,
         limit, N=n, K=w.width, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, GATED=w.gated,
         DIRECT=tiles.direct, BM=config.bm, WARPS=config.warps, AHEAD=config.ahead, PARTS=config.parts, TILES=8,
-        EARLY=early, num_warps=config.warps, maxnreg=config.registers or None, **({"launch_pdl": True} if early else {}),
+        EARLY=early, num_warps=config.warps, maxnreg=config.registers or None,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
