@@ -190,7 +190,7 @@ def _language(program):
     )  # fmt: skip
 
 
-def _load(at, mask=None, other=0):
+def _load(at, mask=None, other=0, cache_modifier=""):
     return at.read(mask, other)
 
 

@@ -314,13 +314,14 @@ def _mx_kernel(
     group, inner = program // (TILES * columns), program % (TILES * columns)
     size = gl.minimum(most_tiles - group * TILES, TILES)
     tile, column = group * TILES + inner % size, inner // size
-    expert = gl.load(tile_expert + tile).to(gl.int64)
+    expert = gl.load(tile_expert + tile, cache_modifier=".cg").to(gl.int64)  # L1 may be older than the launch before
     if expert >= 0:
         begin = part * MINE
         loaded = _load_units(codes, scale, expert, column * WARPS, begin, COUNT, UNITS, WARPS, BEGIN)
         start, stop = tile, tile + 1
         if not DIRECT:
-            start, stop = gl.load(tile_start + tile), gl.load(end + expert)
+            start = gl.load(tile_start + tile, cache_modifier=".cg")
+            stop = gl.load(end + expert, cache_modifier=".cg")
         if EARLY and not FIRST:
             gdc_wait()
         live, _pair, source, _row = _pairs_of(
