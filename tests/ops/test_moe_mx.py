@@ -112,6 +112,7 @@ def test_what_does_not_fit():
     [
         (1, 2, 192, 64, (MxConfig(8, 4, 2), MxConfig(8, 4, 4))),  # tile i is pair i; fewer units than are loaded
         (1, 2, 192, 192, (MxConfig(8, 4, 4), MxConfig(8, 4, 2, parts=3))),
+        (1, 2, 64, 448, (MxConfig(8, 4, 2), MxConfig(8, 4, 2, parts=3))),  # 7 units are not three equal parts
         (1, 2, 64, 320, (MxConfig(8, 4, 2), MxConfig(8, 8, 4))),  # a last turn of one unit; rows past the end
         (7, 2, 192, 80 * 4, (MxConfig(8, 8, 2), MxConfig(8, 8, 2))),
         (21, 2, 128, 64, (MxConfig(16, 4, 1), MxConfig(16, 4, 2))),  # several tiles of an expert

@@ -50,7 +50,7 @@ class MxConfig(NamedTuple):
     bm: int  # pairs of a tile: 8, 16, 32, 64 or 128
     warps: int  # 4 or 8: 16 rows of the matrix each
     ahead: int  # units that are loaded at once, while as many are multiplied: a power of two
-    parts: int = 1  # splits of K, of a matmul without activation
+    parts: int = 1  # splits of K, of a matmul without activation; at most, since they are equal
     registers: int = 0  # of a thread at most; 0: as many as the compiler wants
 
 
@@ -416,17 +416,19 @@ def product(
     a: Tensor, w: MxMatrix, bias: Tensor | None, tiles: moe.ExpertTiles, top_k: int, config: MxConfig, *, pairs: int,
     first: bool, act: tuple[int, float, float] | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As moe.product; with config.parts above 1 float32 [parts, pairs, N]."""
+    """As moe.product; with config.parts above 1 float32 [parts, pairs, N], with fewer parts if they do not divide K."""
     code, alpha, limit = act or (SILU, 0.0, 0.0)
     n = w.rows // 2 if w.gated else w.rows
-    shape = (pairs, n) if config.parts == 1 else (config.parts, pairs, n)
-    out = torch.empty(shape, dtype=a.dtype if config.parts == 1 else torch.float32, device=a.device)
+    units = w.width // UNIT.value
+    parts = next(parts for parts in range(config.parts, 0, -1) if units % parts == 0)
+    shape = (pairs, n) if parts == 1 else (parts, pairs, n)
+    out = torch.empty(shape, dtype=a.dtype if parts == 1 else torch.float32, device=a.device)
     most_tiles = pairs if tiles.direct else tiles.expert.shape[0]
     results = (8 if w.gated else 16) * config.warps
-    _mx_kernel[(most_tiles * cdiv(n, results), config.parts)](
+    _mx_kernel[(most_tiles * cdiv(n, results), parts)](
         a, w.codes, w.scale, bias, out, tiles.order, tiles.expert, tiles.start, tiles.end, most_tiles, pairs, alpha,
         limit, N=n, K=w.width, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, GATED=w.gated,
-        DIRECT=tiles.direct, BM=config.bm, WARPS=config.warps, AHEAD=config.ahead, PARTS=config.parts, TILES=8,
+        DIRECT=tiles.direct, BM=config.bm, WARPS=config.warps, AHEAD=config.ahead, PARTS=parts, TILES=8,
         EARLY=early, num_warps=config.warps, maxnreg=config.registers or None,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
