@@ -18,6 +18,7 @@ Rows of gates and ups alternate in eights, so that a thread has both of a result
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,12 +83,14 @@ def fits_codes(w: ExpertCodes) -> bool:
 
 def fits_scales(w: ExpertCodes) -> bool:
     """Reads the scales back from the device, so for loading only."""
+    assert w.scale is not None  # as fits_codes has it
     least, most = torch.aminmax(w.scale)
     return int(least) >= _LEAST and int(most) <= _MOST
 
 
 def pack_experts(w: ExpertCodes, *, gated: bool) -> MxMatrix:
     """One expert at a time, so that little memory is needed beside both forms."""
+    assert w.scale is not None
     experts, rows, width = w.shape
     tiles, units = rows // 16, width // UNIT.value
     codes = torch.empty((experts, tiles, units, 128), dtype=torch.int32, device=w.codes.device)
@@ -111,9 +114,9 @@ def _pack_codes(codes: Tensor, gated: bool) -> Tensor:
     places = torch.tensor(table, dtype=torch.int32, device=codes.device)
     # 16 rows are 2 x 8; 64 columns: block, pair of a word (2 x 2), thread, half of a register
     split = _in_eights(codes, gated).unflatten(0, (-1, 2, 8)).unflatten(3, (-1, 2, 4, 4, 2)).long()
-    words = sum(
-        places[pair][split[:, :, :, :, :, pair, :, half]] << (16 * half) for pair in range(4) for half in range(2)
-    )  # fmt: skip
+    words = torch.zeros_like(split[:, :, :, :, :, 0, :, 0], dtype=torch.int32)
+    for pair, half in itertools.product(range(4), range(2)):
+        words |= places[pair][split[:, :, :, :, :, pair, :, half]] << (16 * half)
     return words.permute(0, 3, 2, 5, 1, 4).flatten(2)
 
 
