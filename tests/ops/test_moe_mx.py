@@ -114,6 +114,7 @@ def test_what_does_not_fit():
         (1, 2, 192, 192, (MxConfig(8, 4, 4), MxConfig(8, 4, 2, parts=3))),
         (1, 2, 64, 448, (MxConfig(8, 4, 2), MxConfig(8, 4, 2, parts=3))),  # 7 units are not three equal parts
         (1, 2, 64, 320, (MxConfig(8, 4, 2), MxConfig(8, 8, 4))),  # a last turn of one unit; rows past the end
+        (2, 2, 192, 64, None),  # as above: pairs of two tokens
         (7, 2, 192, 80 * 4, (MxConfig(8, 8, 2), MxConfig(8, 8, 2))),
         (21, 2, 128, 64, (MxConfig(16, 4, 1), MxConfig(16, 4, 2))),  # several tiles of an expert
         (5, 3, 320, 64, (MxConfig(32, 4, 4), MxConfig(32, 8, 1))),
@@ -126,9 +127,7 @@ def test_experts(by_numpy, monkeypatch, tokens, top_k, dim, ffn, configs):
     b1, b2 = draw.normal(experts, 2 * ffn), draw.normal(experts, dim)
     weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), top_k)
     index = index.int()
-    direct = moe.ExpertTiles(index, index, index, index, direct=True)
-    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: (
-        direct if tokens == 1 else sorted_pairs(index, experts, bm)))  # fmt: skip
+    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: sorted_pairs(index, experts, bm))
     monkeypatch.setattr(moe_mx, "combine", partial(summed, weights))
     first, second = moe_mx.pack_experts(w1, gated=True), moe_mx.pack_experts(w2, gated=False)
     for code, meant in (

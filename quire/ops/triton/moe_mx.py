@@ -39,6 +39,7 @@ from quire.ops.triton.sizes import cdiv
 
 UNIT = gl.constexpr(64)  # columns that are decoded at once: a row of shared memory, two blocks of a scale each
 BLOCK = 32  # columns that share a scale
+FEW_TOKENS = 2  # up to which each pair reads its expert separately: no sorting
 _LEAST, _MOST = 66, 192  # exponents of scales whose numbers are exact
 _LIFT = 62  # what a stored scale's exponent has more: 126 for the codes, less 64
 _RESTORE = gl.constexpr(2.0**64)
@@ -455,7 +456,7 @@ def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: 
 def configs_of(tokens: int, pairs: int, experts: int) -> tuple[MxConfig, MxConfig]:
     """Not measured: by the arithmetic of the module's first lines."""
     each = pairs / experts
-    if tokens == 1:
+    if tokens <= FEW_TOKENS:
         return MxConfig(8, 4, 4), MxConfig(8, 4, 4, parts=3)
     if each <= 6:
         return (MxConfig(8, 8, 4, registers=80),) * 2
@@ -471,13 +472,17 @@ def configs_of(tokens: int, pairs: int, experts: int) -> tuple[MxConfig, MxConfi
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: MxMatrix, w2: MxMatrix, *, b1: Tensor | None, b2: Tensor | None,
     act: tuple[int, float, float], stream: Tensor | None = None, early: bool = False,
-    configs: tuple[MxConfig, MxConfig] | None = None,
+    configs: tuple[MxConfig, MxConfig] | None = None, direct: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """As moe.run_experts; `act`: SILU or CLAMPED, alpha, limit."""
+    """As moe.run_experts; `act`: SILU or CLAMPED, alpha, limit. `direct`: whether tile i is pair i, by default if there
+    are few tokens."""
     (tokens, top_k), pairs = index.shape, index.numel()
     experts = w1.codes.shape[0]
     first, second = configs or configs_of(tokens, pairs, experts)
-    tiles = moe.sort_pairs(index, experts, first.bm, early=early)
+    if tokens <= FEW_TOKENS if direct is None else direct:
+        tiles = moe.ExpertTiles(index, index, index, index, direct=True)
+    else:
+        tiles = moe.sort_pairs(index, experts, first.bm, early=early)
     h = product(x, w1, b1, tiles, top_k, first, pairs=pairs, first=True, act=act, early=early)
     y = product(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs=pairs, first=False, early=early)
     return combine(y, weights, stream, early=early)
