@@ -459,9 +459,9 @@ def configs_of(tokens: int, pairs: int, experts: int) -> tuple[MxConfig, MxConfi
     if tokens <= FEW_TOKENS:
         return MxConfig(8, 4, 4), MxConfig(8, 4, 4, parts=3)
     if each <= 6:
-        return (MxConfig(8, 8, 4, registers=80),) * 2
+        return (MxConfig(8, 4, 4),) * 2
     if each <= 12:
-        return (MxConfig(16, 8, 4, registers=80),) * 2
+        return (MxConfig(16, 8, 2),) * 2
     if each <= 26:
         return (MxConfig(32, 8, 4, registers=128),) * 2
     if each <= 96:
