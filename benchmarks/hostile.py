@@ -8,10 +8,10 @@ Starts `quire serve` on the embedded model for this machine alone, with three ke
 attacker's, and that of somebody whose data attackers are after; its requests are not counted. The honest streams ask
 for greedy answers, each recorded alone before; a stream begins anew when its answer ends. After --warm seconds of
 attacks alone (modules that are imported late, caches and the allocator grow once) they run for --calm seconds by
-themselves, then for --seconds beside benchmarks/hostile_attacks.py and tests/server/fuzz.py (processes of their own, at
-low priority and with a bounded rate, because they share the processor with the server), then for 20 s by themselves
-again. One processor is left to HTTP and the attackers. A machine that others use at the same time measures them. Exits
-1 when one of these is broken:
+themselves, then for --seconds beside benchmarks/hostile_attacks.py and tests/server/fuzz.py (processes of their own,
+at the lowest priority and with a bounded rate, since they share the processor with the server), then for 20 s by
+themselves again. One processor is left to HTTP and the attackers. A machine that others use at the same time measures
+them. Exits 1 when one of these is broken:
 
 - every honest answer comes, ends as it should and has the recorded text;
 - the longest wait for a first piece, and the longest gap between two pieces of any answer, are at most 250 ms longer
@@ -151,7 +151,7 @@ def attackers(args: argparse.Namespace, url: str, folder: Path, seconds: float) 
             told = files.enter_context(open(folder / f"{name}.out", "wb"))
             words = files.enter_context(open(folder / f"{name}.err", "wb"))
             running[name] = subprocess.Popen(
-                ["nice", "-n", "10", sys.executable, *command], cwd=ROOT, stdout=told, stderr=words,
+                ["nice", "-n", "19", sys.executable, *command], cwd=ROOT, stdout=told, stderr=words,
                 env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
             )  # fmt: skip
         try:

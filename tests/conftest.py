@@ -168,9 +168,11 @@ LONG_FILES = frozenset(
     engine/test_expert_engines engine/test_stages_engine engine/test_encoder_decoders engine/test_media_models
     engine/test_quantized_files engine/test_launched server/test_fuzz_openapi server/test_engines_server
     worker/test_dry_run models/test_parity ops/test_cpu_tiles
-    compat/test_programs server/test_hosting_doors server/test_hosting_life server/test_lora_api server/test_examples
-    server/test_recipes server/test_structured_api plain/text/test_parse_tools plain/sched/test_fuzz
-    plain/sched/test_fairness plain/grammar/test_compiler
+    compat/test_programs compat/test_media_programs server/test_hosting_doors server/test_hosting_life
+    server/test_examples server/test_recipes server/test_structured_api server/test_loop_time server/test_anthropic_api
+    server/test_clients_real server/test_nodes_server server/test_metrics_processes
+    plain/text/test_parse_tools plain/grammar/test_compiler plain/grammar/test_loop plain/executor/test_remote
+    plain/engine/test_client plain/sched/test_fuzz
     """.split()  # noqa: SIM905
 )
 

@@ -44,7 +44,7 @@ def build(factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def _compile(folder: Path) -> None:
     source = ROOT / "csrc" / "cpu"
     by_machine = ["-mavx2", "-mfma", "-mf16c"] if os.uname().machine == "x86_64" else []
-    flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"]
+    flags = ["-Og", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"]
     names = ["-DQC_ISA=emulated", "-DQC_EMULATE_AMX", "-DQC_EMULATE_BF16", "-DQC_SECOND_CACHE=4096", f"-I{source}"]
     files = [str(ROOT / "tests" / "ops" / "tiles.cpp"), str(source / "pool.cpp")]
     out = ["-o", str(folder / "libtiles.so")]

@@ -151,13 +151,12 @@ def ao_int4(size: int, *, signed: bool = True) -> Form:
 def tile_packed(codes: Tensor) -> Tensor:
     """[rows, columns] -> [rows / 8, columns / 128, 32, 4], word by word."""
     rows, columns = codes.shape
-    words = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.long)
-    places = (0, 8, 16, 24, 1, 9, 17, 25)  # of a lane's columns, from the low end of a word
-    for lane in range(32):
-        for word in range(4):
-            for at, place in enumerate(places):
-                column = word * 32 + lane % 4 * 2 + place
-                words[:, :, lane, word] |= codes[lane // 4 :: 8, column::128] << 4 * at
+    tiles = codes.view(rows // 8, 8, columns // 128, 128)
+    lanes, inner = torch.arange(32)[:, None], torch.arange(4) * 32
+    words = torch.zeros(32, 4, rows // 8, columns // 128, dtype=torch.long)
+    for at, place in enumerate((0, 8, 16, 24, 1, 9, 17, 25)):  # of a lane's columns, from the low end of a word
+        words |= tiles[:, lanes // 4, :, inner + lanes % 4 * 2 + place] << 4 * at
+    words = words.permute(2, 3, 0, 1).contiguous()
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 

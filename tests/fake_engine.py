@@ -2,7 +2,8 @@
 
 The answer to a prompt is the prompt again, over and over. `extra_args` of a request make things happen at its k-th
 token: eos_at (end of text), fail_at (this request alone), raise_at (an exception in the step), exit_at (the process is
-gone), kill_at (SIGKILL), and sleep (seconds per step that has this request). Nothing here imports torch.
+gone), kill_at (SIGKILL), and sleep (seconds per step that has this request); gate (a path) holds the step of its fourth
+token up until there is such a file: by then its first has been told. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from quire.schema.kv import KVKind, KVLayout, KVSpec, ModelInfo
 from quire.schema.step import LogprobRows, Mask, NewRow, StepPlan, StepResult
 
 VOCAB, EOS, FURTHER_EOS = 260, 2, 3
+GATED, GATE_PATIENCE_S = 4, 300.0
 SPECIAL = ("<pad>", "<s>", "</s>", "<end>")
 CHAT = (
     "{% for message in messages %}{{ message['role'] + ':' + message['content'] + ';' }}{% endfor %}"
@@ -204,6 +206,8 @@ def _trouble(extra: dict[str, Any], number: int) -> str | None:
     if not extra:
         return None
     time.sleep(extra.get("sleep", 0.0))
+    if number == GATED and "gate" in extra:
+        _wait_for(extra["gate"])
     if extra.get("raise_at") == number:
         raise ArithmeticError("the step went wrong")
     if extra.get("exit_at") == number:
@@ -211,6 +215,13 @@ def _trouble(extra: dict[str, Any], number: int) -> str | None:
     if extra.get("kill_at") == number:
         os.kill(os.getpid(), signal.SIGKILL)
     return "this one cannot go on" if extra.get("fail_at") == number else None
+
+
+def _wait_for(path: str) -> None:
+    patience = time.monotonic() + GATE_PATIENCE_S
+    while not os.path.exists(path):
+        assert time.monotonic() < patience, f"nobody made {path}"
+        time.sleep(0.005)
 
 
 def _rows(chosen: list[int], num_top: int | None, named: tuple[int, ...] = ()) -> LogprobRows | None:

@@ -22,6 +22,8 @@ ALIGNMENT = 64  # bytes: what torch gives to memory of its own, and the widest v
 _INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16,
              torch.float16: torch.int16}  # fmt: skip
 _REACH = {torch.float64: 9, torch.float32: 9, torch.bfloat16: 1, torch.float16: 2}  # units moved at most
+# Near zero and infinity a step would change more than a bit.
+_FIRM = {dtype: (torch.finfo(dtype).tiny * 2, torch.finfo(dtype).max / 2) for dtype in _REACH}
 _SPAN = 1 << 20
 _RANDOM = torch.randint(1 << 20, (2 * _SPAN,), generator=torch.Generator().manual_seed(11))
 _STEPS = {dtype: (_RANDOM % (2 * reach + 1) - reach).to(_INTEGERS[dtype]) for dtype, reach in _REACH.items()}
@@ -48,17 +50,22 @@ class Hostile(TorchDispatchMode):
         super().__init__()
         self.only, self.moved = only, Counter[str]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks, and would wrap every call; nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        fixed = _is_exact(name, args, kwargs) if self.only is None else name not in self.only
-        salt = 0 if fixed else _salt(name, args, kwargs)
+        if _is_exact(name, args, kwargs) if self.only is None else name not in self.only:
+            return func(*args, **kwargs)
+        salt = _salt(name, args, kwargs)
         out = func(*args, **kwargs)
-        if not fixed:
-            for tensor in _tensors(out):
-                if tensor.dtype in _INTEGERS and tensor.device.type == "cpu" and tensor.numel():
-                    self.moved[name] += 1
-                    _move(tensor, salt)
+        for tensor in _tensors(out):
+            if tensor.dtype in _INTEGERS and tensor.device.type == "cpu" and tensor.numel():
+                self.moved[name] += 1
+                _move(tensor, salt)
         return out
 
 
@@ -89,8 +96,6 @@ def _move(tensor: Tensor, salt: int) -> None:
     first = salt % _SPAN
     assert tensor.numel() <= _SPAN, "this library is for small models"
     steps = _STEPS[tensor.dtype][first : first + tensor.numel()].view(tensor.shape)
-    about, size = torch.finfo(tensor.dtype), tensor.abs()
-    firm = (size > about.tiny * 2) & (
-        size < about.max / 2
-    )  # near zero and infinity a step would change more than a bit
-    tensor.view(_INTEGERS[tensor.dtype]).add_(steps * firm)
+    low, high = _FIRM[tensor.dtype]
+    size = tensor.abs()
+    tensor.view(_INTEGERS[tensor.dtype]).add_(steps * size.gt(low).logical_and_(size.lt_(high)))

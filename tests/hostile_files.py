@@ -34,7 +34,7 @@ from tests.quantized import (
     small_floats,
     write,
 )  # fmt: skip
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 KINDS = ("gguf", "safetensors", "config", "coded")
 ARCHS = (
@@ -84,7 +84,7 @@ _BLOCKS = {0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 
 def write_bases(folder: Path) -> None:
     """All valid models that damage is done to; some seconds."""
     for arch in ARCHS:
-        make_tiny(arch, folder / arch)
+        write_tiny(arch, folder / arch)
     for name, form in CODED.items():
         write(folder / name, "LlamaForCausalLM", form, num_hidden_layers=1)
     (folder / "gguf").mkdir()

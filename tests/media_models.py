@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers as tf
 from torch import Tensor
 
+from quire.hf_models.gemma3n import VisionTower
 from quire.schema.media import ArrayData, MediaItem
 from tests.tiny_models import VOCAB, write_tokenizer
 
@@ -39,9 +41,12 @@ class Family:
     draw: Callable[[torch.Generator], Arrays]
     modality: str = "image"
     joined_by: dict[str, int] | None = None  # the dimension along which arrays of several items are joined; 0
-    types: str = ""  # what transformers' forward wants to be told of tokens: "mm", "image" or "suffix" (types_of)
+    types: str = (
+        ""  # what transformers' forward wants to be told of tokens: "mm", "marks", "image", "suffix" (types_of)
+    )
     between: tuple[int, ...] = ()  # tokens between two frames of a video
     written: Callable[[Arrays], list[int]] | None = None  # the tokens of an item, if they are not all the same
+    join: Callable[[list[Arrays]], Arrays] | None = None  # several items as transformers takes them; None: joined_by
 
 
 def rand(generator: torch.Generator, *shape: int) -> Tensor:
@@ -234,6 +239,113 @@ def phi4_audio(generator: torch.Generator) -> Arrays:
     return {"audio_input_features": rand(generator, 1, 60, 16), "audio_embed_sizes": torch.tensor([8])}
 
 
+def gemma3n(**over: Any) -> Any:
+    """Ids from 200 on are embedded as those of images, from 308 on as those of audio; from 280 on, layers have no
+    vectors of their own for a token. See tests/hf_models/test_mobilenet.py for the vision encoder."""
+    text = tf.Gemma3nTextConfig(
+        **TEXT | dict(num_hidden_layers=6, intermediate_size=[96, 64, 96, 64, 96, 96]), head_dim=16, sliding_window=12,
+        num_kv_shared_layers=3, layer_types=["sliding_attention", "full_attention"] * 3, laurel_rank=4,
+        activation_sparsity_pattern=[0.6, 0.0, 0.3, 0.0, 0.0, 0.0], hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=280, altup_num_inputs=3,
+    )  # fmt: skip
+    audio = tf.Gemma3nAudioConfig(
+        vocab_size=12, vocab_offset=308, input_feat_size=16, hidden_size=32, conf_num_attention_heads=4,
+        conf_num_hidden_layers=2, conf_attention_chunk_size=4, conf_attention_context_left=5,
+        sscp_conv_channel_size=(8, 4),
+    )  # fmt: skip
+    vision = tf.Gemma3nVisionConfig(
+        model_args={"channel_multiplier": 0.0625, "msfa_output_resolution": 4}, vocab_size=108, vocab_offset=200
+    )
+    return tf.Gemma3nConfig(
+        text_config=text, vision_config=vision, audio_config=audio, vision_soft_tokens_per_image=16,
+        audio_soft_tokens_per_image=6, tie_word_embeddings=True,
+        **{"image_token_id": IMAGE, "audio_token_id": 291} | over,
+    )  # fmt: skip
+
+
+def gemma3n_audio(generator: torch.Generator) -> Arrays:
+    """The last frames are padding."""
+    return {"input_features": rand(generator, 1, 72, 16), "input_features_mask": (torch.arange(72) < 50)[None]}
+
+
+MOLMO_SIDE = 4  # patches
+
+
+def molmo2(**over: Any) -> Any:
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    patch, *_, end = IMAGE, *OVIS_MARKS
+    start, low, column, frame, _ = OVIS_MARKS
+    return tf.Molmo2Config(
+        vision_config=VISION | heads | dict(image_size=[28, 28], patch_size=7),
+        adapter_config=heads | dict(hidden_size=32, intermediate_size=48, text_hidden_size=64,
+                                    vision_feature_layer=[2, -2]),
+        text_config=TEXT | dict(vocab_size=IMAGE, additional_vocab_size=VOCAB - IMAGE, head_dim=16) | over,
+        image_patch_id=patch, image_start_token_id=start, low_res_image_start_token_id=low, image_end_token_id=end,
+        frame_start_token_id=frame, frame_end_token_id=end, image_col_id=column,
+    )  # fmt: skip
+
+
+def molmo2_olmo() -> Any:
+    """As Molmo2-O: norms over all heads and after sublayers, and some layers with scaled rotary embeddings."""
+    rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=256)
+    return molmo2(qk_norm_type="olmo", norm_after=True, attention_bias=True, rope_parameters=rope,
+                  rope_scaling_layers=[0, 2])  # fmt: skip
+
+
+def molmo2_crops(generator: torch.Generator) -> Arrays:
+    """The whole image and two crops, of which some patches are pooled."""
+    rows, columns = (int(torch.randint(1, 3, (), generator=generator)) for _ in range(2))
+    each = MOLMO_SIDE**2
+    whole = torch.randperm(each, generator=generator).reshape(4, 4)
+    parts = each + torch.randperm(2 * each, generator=generator)[: rows * columns * 4].reshape(-1, 4)
+    parts[0, 1:] = -1
+    parts[-1, 2] = -1
+    arrays = {
+        "pixel_values": rand(generator, 3, each, 147), "image_token_pooling": torch.cat((whole, parts)),
+        "image_grids": torch.tensor([[2, 2, rows, columns]]),
+    }  # fmt: skip
+    return arrays | {"token_ids": torch.tensor(molmo2_tokens(arrays))}
+
+
+def molmo2_tokens(arrays: Arrays) -> list[int]:
+    start, low, column, _, end = OVIS_MARKS
+    wholes, across, rows, columns = arrays["image_grids"][0].tolist()
+    return [low, *([IMAGE] * across + [column]) * wholes, end, start, *([IMAGE] * columns + [column]) * rows, end]
+
+
+def molmo2_frames(generator: torch.Generator) -> Arrays:
+    frames, each = 2, MOLMO_SIDE**2
+    pooled = torch.stack([torch.randperm(each, generator=generator)[:9] for _ in range(4)])
+    pooled[1, 3:] = -1
+    indices = torch.cat([torch.where(pooled < 0, -1, pooled + frame * each) for frame in range(frames)])
+    arrays = {
+        "pixel_values_videos": rand(generator, frames, each, 147), "video_token_pooling": indices,
+        "video_grids": torch.tensor([[frames, 2, 2]]),
+    }  # fmt: skip
+    return arrays | {"token_ids": torch.tensor([token for token in molmo2_times(arrays) if token in NOT_SAID])}
+
+
+def molmo2_times(arrays: Arrays) -> list[int]:
+    """Times are written before the frames but the first, whose item begins with it."""
+    frames, rows, columns = arrays["video_grids"][0].tolist()
+    frame = [OVIS_MARKS[3], *[IMAGE] * (rows * columns), OVIS_MARKS[4]]
+    return [token for index in range(frames) for token in ([17 + index, 16] if index else []) + frame]
+
+
+def molmo2_joined(items: list[Arrays]) -> Arrays:
+    """Patches are counted over all items."""
+    out, first = dict[str, list[Tensor]](), 0
+    for arrays in items:
+        for name, tensor in arrays.items():
+            if name.endswith("_pooling"):
+                tensor = torch.where(tensor < 0, -1, tensor + first)
+            if name != "token_ids":
+                out.setdefault(name, []).append(tensor)
+        pixels = next(tensor for name, tensor in arrays.items() if name.startswith("pixel_values"))
+        first += pixels.shape[0] * pixels.shape[1]
+    return {name: torch.cat(tensors) for name, tensors in out.items()}
+
+
 IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(both(tf.LlavaConfig, clip, llama, image_token_index=IMAGE), square),
@@ -288,6 +400,13 @@ FAMILIES: dict[str, Family] = {
             **TEXT, head_dim=16, sliding_window=12,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
             image_token_id=IMAGE, mm_tokens_per_image=16), square, types="image",
+    ),
+    "Gemma3nForConditionalGeneration": Family(
+        gemma3n, lambda generator: {"pixel_values": rand(generator, 1, 3, 64, 64)}
+    ),
+    "Gemma3nForConditionalGeneration audio": Family(
+        lambda: gemma3n(image_token_id=291, audio_token_id=IMAGE), gemma3n_audio, modality="audio",
+        written=lambda arrays: [IMAGE] * 6,
     ),
     "PaliGemmaForConditionalGeneration": Family(
         both(tf.PaliGemmaConfig, lambda: siglip(projection_dim=64), lambda: tf.GemmaConfig(**TEXT, head_dim=16),
@@ -525,6 +644,15 @@ FAMILIES: dict[str, Family] = {
         lambda generator: {"pixel_values_videos": rand(generator, 1, 2, 3, 28, 28)}, modality="video",
         written=lambda arrays: [IMAGE] * 8,
     ),
+    "Molmo2ForConditionalGeneration": Family(
+        molmo2, molmo2_crops, written=molmo2_tokens, join=molmo2_joined, types="marks"
+    ),
+    "Molmo2ForConditionalGeneration olmo": Family(
+        molmo2_olmo, molmo2_crops, written=molmo2_tokens, join=molmo2_joined, types="marks"
+    ),
+    "Molmo2ForConditionalGeneration video": Family(
+        molmo2, molmo2_frames, modality="video", written=molmo2_times, join=molmo2_joined, types="marks"
+    ),
     "Phi4MultimodalForCausalLM": Family(
         phi4, phi4_crops, written=lambda arrays: [IMAGE] * (2 * (3 + 1) + 1 + 2 * (2 + 1))
     ),
@@ -551,12 +679,22 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
+def without_timm() -> Any:
+    """transformers' Gemma 3n takes its vision encoder from timm, which wants torchvision: here it gets ours."""
+    make = tf.AutoModel.from_config
+
+    def from_config(config: Any, *args: Any, **options: Any) -> Any:
+        return VisionTower(config) if isinstance(config, tf.Gemma3nVisionConfig) else make(config, *args, **options)
+
+    return mock.patch.object(tf.AutoModel, "from_config", from_config)
+
+
 def make_model(name: str, folder: Path, seed: int = 0) -> Any:
     """The transformers model; its checkpoint is in `folder`."""
     family = FAMILIES[name]
     tf.logging.set_verbosity_error()
     tf.logging.disable_progress_bar()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_timm():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         config = family.config()
@@ -629,7 +767,8 @@ class DrawnItem:
         arrays = {name: array_of(tensor) for name, tensor in self.arrays.items()}
         key = hashlib.sha256(b"".join(array.data for array in arrays.values())).hexdigest()
         tokens = self.tokens
-        mask = bytes([token == IMAGE for token in tokens]) if self.between else b""
+        mask = bytes([token == IMAGE if self.between else token in NOT_SAID for token in tokens])
+        mask = b"" if all(mask) else mask
         return MediaItem(
             modality=self.modality, key=key, offset=offset, length=len(tokens), arrays=arrays, takes_vector=mask
         )
@@ -666,6 +805,8 @@ def types_of(family: Family, ids: Tensor, num_prompt: int) -> Arrays:
     match family.types:
         case "mm":
             return {"mm_token_type_ids": is_media.int() * (2 if family.modality == "video" else 1)}
+        case "marks":
+            return {"mm_token_type_ids": (torch.isin(ids, torch.tensor(NOT_SAID)) & is_prompt).int()}
         case "image":
             return {"token_type_ids": is_media.long()}
         case "suffix":
@@ -679,12 +820,14 @@ def is_greedy(name: str, model: Any, pieces: Sequence[Piece], answer: list[int])
     family, prompt = FAMILIES[name], prompt_of(pieces)
     drawn = [piece for piece in pieces if isinstance(piece, DrawnItem)]
     dims, inputs = family.joined_by or {}, {}
-    for key in drawn[0].arrays if drawn else ():
+    if family.join is not None and drawn:
+        inputs = family.join([one.arrays for one in drawn])
+    for key in drawn[0].arrays if drawn and family.join is None else ():
         inputs[key] = torch.cat([one.arrays[key] for one in drawn], dims.get(key, 0))
     ids = torch.tensor([prompt["prompt_token_ids"] + answer])
     inputs |= types_of(family, ids, len(prompt["prompt_token_ids"]))
     with torch.inference_mode():
         logits = model(input_ids=ids, **inputs).logits[0].clone()
-        logits[:, NOT_SAID] = -torch.inf
+        logits[:, [token for token in NOT_SAID if token < logits.shape[1]]] = -torch.inf
     start = len(prompt["prompt_token_ids"]) - 1
     return bool((logits[start:-1].argmax(-1) == torch.tensor(answer)).all())

@@ -14,6 +14,7 @@ KINDS = (
     "LlamaForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM",
     "Gemma2ForCausalLM", "Llama4ForCausalLM", "BambaForCausalLM", "MambaForCausalLM", "Qwen3NextForCausalLM",
     "KimiLinearForCausalLM", "MiniMaxForCausalLM", "Lfm2ForCausalLM", "PhimoeForCausalLM", "ApertusForCausalLM",
+    "Gemma3nForCausalLM",
 )  # fmt: skip
 
 

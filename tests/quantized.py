@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 Written = tuple[dict[str, Tensor], Tensor]
 LINEARS = r"(proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\.weight$"
@@ -290,7 +290,22 @@ def write(
     folder: Path, arch: str, form: Form, *, tamper: Callable[[dict[str, Tensor]], None] | None = None, **sizes: Any
 ):
     """The checkpoint in `folder`; the model of the numbers it means. `tamper` changes tensors after they were made."""
-    make_tiny(arch, folder, **sizes)
+    coded, means, notes = _coded(folder, arch, form, sizes)
+    return finish(folder, form, coded, means, tamper, notes)
+
+
+def write_files(
+    folder: Path, arch: str, form: Form, *, tamper: Callable[[dict[str, Tensor]], None] | None = None, **sizes: Any
+) -> None:
+    """As `write`, for those who want no model."""
+    coded, _, notes = _coded(folder, arch, form, sizes)
+    save(folder, form, coded, tamper, notes)
+
+
+def _coded(folder: Path, arch: str, form: Form, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """A checkpoint as it is written by transformers, its tensors in the form and as the numbers that those mean, and
+    what the file's metadata says of each."""
+    write_tiny(arch, folder, **sizes)
     plain = load_file(folder / "model.safetensors")
     coded, means = {}, {}
     for name, tensor in plain.items():
@@ -302,12 +317,12 @@ def write(
     notes = {} if form.describe is None else {
         name: form.describe(tensor) if name not in coded else {"_type": "Tensor"} for name, tensor in plain.items()
     }  # fmt: skip
-    return finish(folder, form, coded, means, tamper, notes)
+    return coded, means, notes
 
 
 def write_gpt_oss(folder: Path, *, tamper: Any = None):
     """All experts of a layer in two tensors of blocks and two of scales; rows of gate and up take turns."""
-    make_tiny("GptOssForCausalLM", folder)
+    write_tiny("GptOssForCausalLM", folder)
     coded, means = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if not re.search(r"experts\.(gate_up|down)_proj$", name):
@@ -325,7 +340,7 @@ def write_stacked(
     folder: Path, form: Form, endings: dict[str, str], *, inputs_first: bool, tamper: Any = None, **sizes: Any
 ):
     """All experts of a layer of Qwen3-MoE in one tensor for each side; `endings`: of `form` -> of a stack."""
-    make_tiny("Qwen3MoeForCausalLM", folder, **sizes)
+    write_tiny("Qwen3MoeForCausalLM", folder, **sizes)
     plain = load_file(folder / "model.safetensors")
     coded, means = {}, dict(plain)
     for name, tensor in plain.items():
@@ -354,8 +369,14 @@ def write_stacked(
 def finish(
     folder: Path, form: Form, coded: dict[str, Tensor], means: dict[str, Tensor], tamper: Any = None, notes: Any = None
 ):
-    """`notes`: what the file's metadata says of each tensor, by its name."""
+    """The model of the numbers, whose files lie beside."""
     model = twin(folder, means)
+    save(folder, form, coded, tamper, notes)
+    return model
+
+
+def save(folder: Path, form: Form, coded: dict[str, Tensor], tamper: Any = None, notes: Any = None) -> None:
+    """`notes`: what the file's metadata says of each tensor, by its name."""
     if tamper is not None:
         tamper(coded)
     about = {"tensor_names": json.dumps(list(notes))} if notes else {}
@@ -368,7 +389,6 @@ def finish(
     (folder / "config.json").write_text(json.dumps(config))
     for name, text in form.extra.items():
         (folder / name).write_text(text)
-    return model
 
 
 def save_again(tensors: dict[str, Tensor], path: Path) -> None:

@@ -3,19 +3,23 @@
 make_tiny(arch_name, folder, **overrides) fills `folder` with config.json, model.safetensors, generation_config.json,
 tokenizer.json and tokenizer_config.json, and returns the transformers model (eval, float32, eager attention) that
 wrote it. All weights are drawn anew: matrices with std 0.25, norms 0.4 around their centre, biases 0.2, so that no norm
-is the identity and no bias is absent: a mistake anywhere moves the logits. Overrides are config keys.
+is the identity and no bias is absent: a mistake anywhere moves the logits. Overrides are config keys. Those who want
+the files and not the model call write_tiny, which copies what the process has written before.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
 VOCAB = 320  # 4 special tokens, 256 bytes, 60 merges: every id decodes
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
@@ -63,6 +67,12 @@ ARCHS: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": {},
     "Gemma2ForCausalLM": dict(sliding_window=5, query_pre_attn_scalar=24),
     "Gemma3ForCausalLM": dict(sliding_window=5, query_pre_attn_scalar=24, num_hidden_layers=7),
+    "Gemma3nForCausalLM": dict(
+        sliding_window=5, num_hidden_layers=6, num_kv_shared_layers=3, intermediate_size=[96, 64, 96, 64, 96, 96],
+        activation_sparsity_pattern=[0.6, 0.0, 0.3, 0.0, 0.9, 0.0], hidden_size_per_layer_input=8, laurel_rank=4,
+        vocab_size_per_layer_input=300, altup_num_inputs=3, altup_active_idx=1,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
     "Phi3ForCausalLM": dict(sliding_window=5),
     "PhiForCausalLM": {},
     "OlmoForCausalLM": dict(clip_qkv=1.0),
@@ -290,6 +300,21 @@ def make_tiny(arch_name: str, folder: str | Path, *, seed: int = 0, **overrides:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model
+
+
+_written: dict[str, tuple[TemporaryDirectory[str], Tensor]] = {}  # and the state of random numbers afterwards
+
+
+def write_tiny(arch_name: str, folder: str | Path, *, seed: int = 0, **overrides: Any) -> None:
+    """The folder of make_tiny alone: what this process has written before is copied, in a thirtieth of the time."""
+    key = repr((arch_name, seed, sorted(overrides.items())))
+    if key not in _written:
+        made = TemporaryDirectory(prefix="quire-tiny-")
+        make_tiny(arch_name, made.name, seed=seed, **overrides)
+        _written[key] = made, torch.get_rng_state()
+    made, state = _written[key]
+    shutil.copytree(made.name, folder, dirs_exist_ok=True)
+    torch.set_rng_state(state)  # tests that draw further numbers draw the same, whichever came first
 
 
 def write_tokenizer(folder: str | Path) -> None:

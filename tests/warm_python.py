@@ -88,6 +88,17 @@ class WarmPython:
                 texts.append(stream.read().decode())
         return subprocess.CompletedProcess(argv, fork.returncode or 0, *texts)
 
+    def start(self, program: str | Path, *arguments: str, env: Mapping[str, str]) -> Fork:
+        """As `subprocess.Popen([sys.executable, program, *arguments], stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE,
+        text=True, env=env)` would."""
+        assert _read_once(env) == self._known, "it needs an interpreter of its own"
+        reading, writing = os.pipe()
+        with open(os.devnull, "r+b") as null, os.fdopen(writing, "wb") as err:
+            order = {"argv": [str(program), *arguments], "env": dict(env), "cwd": os.getcwd()}
+            fork = Fork(self.address, order, {0: null.fileno(), 1: null.fileno(), 2: err.fileno()})
+        fork.stderr = os.fdopen(reading)
+        return fork
+
     @contextlib.contextmanager
     def runs_children(self) -> Iterator[None]:
         """Meanwhile what this process starts through quire.base.procs is a fork of the interpreter."""
@@ -115,6 +126,7 @@ class Fork:
     def __init__(self, address: str, order: dict[str, Any], streams: Mapping[int, int], stdin: int = -1) -> None:
         """`streams`: descriptors of the fork and what they are here. `stdin`: of a pipe that is its standard input."""
         self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb") if stdin >= 0 else None
+        self.stderr: IO[str] | None = None
         self.returncode: int | None = None
         self._reading = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX)

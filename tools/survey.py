@@ -85,6 +85,7 @@ _BESIDE = {  # what a flag needs to mean something
     "tool-parser-plugin": ("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 }
 _OF_A_NODE = {"nnodes": "2", "node-rank": "1", "headless": ""}
+_OF_A_MACHINE = {"data-parallel-address": "127.0.0.1", "data-parallel-rpc-port": "a free one"}
 _VALUES: dict[str, tuple[str, ...]] = {  # where a value of the right type is not enough
     "model": ("{folder}",), "tokenizer": ("{folder}",), "hf-config-path": ("{folder}",),
     "chat-template": ("{{{{ 1 }}}}",), "served-model-name": ("mine",), "max-model-len": ("128",),
@@ -188,15 +189,27 @@ def start(words: list[str], folder: str) -> list[str]:
 
 def two_nodes(folder: str) -> bool:
     """Whether a server answers whose ranks are on two nodes, both of this machine; the flags of a node are tried so."""
-    http, port = (str(free_port("127.0.0.1")) for _ in range(2))
+    shared = ["-tp", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port("127.0.0.1"))]
+    return answers(folder, shared, ["--node-rank", "1"])
+
+
+def two_machines(folder: str) -> bool:
+    """Whether one does whose engines are."""
+    shared = ["-dp", "2", "-dpl", "1", "--data-parallel-address", "127.0.0.1"]
+    shared += ["--data-parallel-rpc-port", str(free_port("127.0.0.1"))]
+    return answers(folder, shared, ["--data-parallel-start-rank", "1"])
+
+
+def answers(folder: str, shared: list[str], second: list[str]) -> bool:
+    http = str(free_port("127.0.0.1"))
     serve = [sys.executable, "-m", "quire.cli.main", "serve", folder, "--device", "cpu", "--load-format", "dummy"]
-    serve += ["-tp", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    serve += shared
     variables = env.child_environment(
         {"QUIRE_NODE_KEY": "of the survey's two nodes", "PYTHONPATH": str(PAGE.parents[2])}
     )
     nodes = [
         subprocess.Popen([*serve, *more], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for more in (["--port", http], ["--headless", "--node-rank", "1"])
+        for more in (["--port", http], ["--headless", *second])
     ]
     try:
         for _ in range(240):
@@ -217,6 +230,8 @@ def two_nodes(folder: str) -> bool:
 def try_flag(name: str, declared: OptionField | None, folder: str) -> Found:
     if name in _OF_A_NODE:
         return Found(name, _OF_A_NODE[name], WORKS if two_nodes(folder) else FAILED)
+    if name in _OF_A_MACHINE:
+        return Found(name, _OF_A_MACHINE[name], WORKS if two_machines(folder) else FAILED)
     last = Found(name, "", FAILED, "no value could be made")
     for value in other_values(name, declared, folder):
         shown = " ".join(value).replace(folder, "FOLDER")

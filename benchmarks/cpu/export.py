@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from quire.checkpoint.gguf_config import config_of
 from quire.checkpoint.source import locate
-from quire.loader.files import find_weights, read_weights
+from quire.checkpoint.weight_files import find_weights
+from quire.loader.files import read_weights
 from quire.loader.gguf_file import open_gguf
 from quire.quant.coded import CodedMatrix
 from quire.text.forms.fast import FastTokenizer

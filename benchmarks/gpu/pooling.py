@@ -37,6 +37,11 @@ def make_model(folder: Path) -> None:
         intermediate_size=4 * WIDTH,
     )  # fmt: skip
     BertModel(shape).to(torch.bfloat16).save_pretrained(folder)
+    write_modules(folder, WIDTH)
+
+
+def write_modules(folder: Path, width: int) -> None:
+    """The files by which sentence-transformers knows MEAN pooling and normalizing."""
     parts = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -45,7 +50,7 @@ def make_model(folder: Path) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     for path, _ in parts:
         (folder / path).mkdir(exist_ok=True)
-    pooling = {"word_embedding_dimension": WIDTH, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
@@ -102,6 +107,7 @@ def timed(embed: Embed, prompts: list[list[int]], rounds: int) -> tuple[float, f
     """(seconds, least of the rounds; a sum over all vectors)."""
     least, total = float("inf"), 0.0
     for _ in range(rounds):
+        vectors: list[list[float]] = []  # those of the round before are freed before this one is timed
         began = time.perf_counter()
         vectors = embed(prompts)
         least = min(least, time.perf_counter() - began)

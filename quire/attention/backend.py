@@ -22,6 +22,10 @@ class AttentionBackend(Protocol):
         """None if this backend supports the layer, else the reason why not."""
         ...
 
+    def reads_pages(self, spec: KVSpec) -> bool:
+        """Whether queries can attend to what such a layer's cache holds without bringing keys of their own."""
+        ...
+
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
         """Views of `memory`, uint8 [num_blocks, page_bytes]; page_bytes may exceed spec.page_bytes. Copies nothing."""
         ...

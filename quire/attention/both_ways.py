@@ -1,10 +1,10 @@
 """Attention in both directions within ranges of a row, over any backend that attends causally.
 
 In: one step whose GroupStep names such ranges (the vectors of an image, a prompt). The backend's own plan writes keys
-and values and attends as always; then the queries of each range are computed once more, over what came before and the
-whole range, and take the place of what was there. A window hides what lies further back, also within a range, unless
-that says otherwise: as transformers' masks do. Plain torch on any device: such steps are prompts. Steps without ranges
-are the backend's own. Must not know: models, requests, what a range is.
+and values and attends as always; then the queries of each range are computed once more, over what came before, the
+whole range and those behind that it reads too, and take the place of what was there. A window hides what lies further
+back, also within a range, unless that says otherwise: as transformers' masks do. Plain torch on any device: such steps
+are prompts. Steps without ranges are the backend's own. Must not know: models, requests, what a range is.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class BothWaysPlan:
         queries = torch.arange(low, one.last, device=device)
         before = max(0, low - window + 1) if window else 0
         keys = torch.arange(min(before, one.first) if one.past_window else before, one.last, device=device)
+        if one.later:
+            keys = torch.cat((keys, *(torch.arange(*behind, device=device) for behind in one.later)))
         row = one.entry if step.row_index is None else step.row_index[one.entry].long()
         slots = step.block_tables[row][keys // block_size].long() * block_size + keys % block_size
         mask = None
@@ -112,6 +114,9 @@ class WithBothWays:
         if spec.dtype == "int8" and self.name == "CPU_ATTN":
             return "attention in both directions over an int8 cache is not built on CPU: choose another kv_cache_dtype"
         return self.attention.supports(spec)
+
+    def reads_pages(self, spec: KVSpec) -> bool:
+        return self.attention.reads_pages(spec)
 
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
         return self.attention.make_cache(spec, num_blocks, memory)

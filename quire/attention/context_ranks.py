@@ -211,6 +211,9 @@ class WithContextRanks:
             return f"KV of kind {spec.kind.value!r} is not divided among ranks"
         return self.attention.supports(spec)
 
+    def reads_pages(self, spec: KVSpec) -> bool:
+        return self.attention.reads_pages(spec)
+
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
         return self.attention.make_cache(own_part(spec), num_blocks, memory)
 

@@ -431,6 +431,9 @@ class CpuAttention:
             return f"{spec.num_kv_heads} kv heads of size {spec.head_size}"
         return None
 
+    def reads_pages(self, spec: KVSpec) -> bool:
+        return self._native_plan is not None and serves(spec)
+
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
         if self._native_plan is not None and not serves(spec):
             self._unserved.add(spec.layer)

@@ -41,7 +41,9 @@ class NativePlan(NativeStep):
         """`attend`: qc_attend of the library."""
         self._attend, self._torch_plan, self._step, self._group = attend, torch_plan, step, group
         self._other: AttentionPlan | None = None
-        tables = step.block_tables if step.block_tables.stride(1) == 1 else step.block_tables.contiguous()
+        tables = step.block_tables if step.row_index is None else step.block_tables[step.row_index]
+        if tables.stride(1) != 1:
+            tables = tables.contiguous()
         contexts = torch.tensor(step.context_lens, dtype=torch.int32)
         self._alive = (tables, contexts, step.query_starts, step.slots)
         work = self.work = AttentionWork()
@@ -116,7 +118,7 @@ class NativePlan(NativeStep):
     def run(
         self,
         q: Tensor,
-        k: Tensor,
+        k: Tensor | None,
         v: Tensor | None,
         cache: LayerCache | None,
         *,
@@ -126,6 +128,9 @@ class NativePlan(NativeStep):
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
+        """Without k and v the queries, which have slots below 0, read what is in the cache already."""
+        if k is None:
+            return self._run_queries(q, cache, scale=scale, softcap=softcap, sinks=sinks)
         learned = alibi is not None and alibi.dim() == 2  # learned scores by distance: the kernel supports slopes only
         if v is None or cache is None or learned or not serves(cache.spec):
             if self._other is None:
@@ -134,5 +139,20 @@ class NativePlan(NativeStep):
                 q, k, v, cache, scale=scale, v_size=v_size, softcap=softcap, sinks=sinks, alibi=alibi
             )
         qkv = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), 1)
-        prep = QkvPrep(q.shape[1], k.shape[1], None, None, 0.0, 0.0, False, None, None, False)
+        prep = _plain(q.shape[1], k.shape[1])
         return self.run_fused(qkv, prep, cache, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
+
+    def _run_queries(
+        self, q: Tensor, cache: LayerCache | None, *, scale: float, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
+        if cache is None or not serves(cache.spec):
+            raise ConfigError("attention to a cache without new keys needs a cache that the compiled kernels read")
+        (tokens, heads, size), kv_heads = q.shape, cache.spec.num_kv_heads
+        qkv = q.new_empty(tokens, (heads + 2 * kv_heads) * size)  # what is behind the queries is written nowhere
+        qkv[:, : heads * size] = q.flatten(1)
+        return self.run_fused(qkv, _plain(heads, kv_heads), cache, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _plain(heads: int, kv_heads: int) -> QkvPrep:
+    """Neither norm nor rotary embedding."""
+    return QkvPrep(heads, kv_heads, None, None, 0.0, 0.0, False, None, None, False)

@@ -3,8 +3,8 @@
 In: one step of one such group, where GroupStep describes two texts: `query_lens` are the row's tokens in this step,
 `context_lens` the tokens of its encoder output (complete from the row's first step on), `slots` the slots of the keys
 and values of encoder outputs that arrive with this step. Out: a plan that writes those, and lets every query read
-all of its row's. In plain torch reading a context is one gather (CrossPlan). Where the backend's own plans attend over
-pages (PagedCrossPlan), every query is an entry of its own, which sees its whole context; so decodes can be captured.
+all of its row's. Where the backend's own plans read pages (PagedCrossPlan), every query is an entry of its own, which
+sees its whole context; so decodes can be captured. In plain torch reading a context is one gather (CrossPlan).
 Must not know: models, requests.
 """
 
@@ -89,8 +89,9 @@ class PagedCrossPlan:
             if step.row_index is not None:
                 rows = step.row_index[rows]
             starts = torch.arange(len(entries) + 1, dtype=torch.int32, device=rows.device)
+            nowhere = torch.full((len(entries),), -1, device=rows.device)  # queries bring no keys
             step = GroupStep(
-                block_tables=step.block_tables, query_starts=starts, slots=step.slots, row_index=rows,
+                block_tables=step.block_tables, query_starts=starts, slots=nowhere, row_index=rows,
                 context_lens=np.asarray(step.context_lens)[entries].tolist(), query_lens=[1] * len(entries),
             )  # fmt: skip
         self._plan = cast(PagedPlan, attention.plan(step, group))
@@ -146,6 +147,9 @@ class WithCross:
         if spec.num_kv_heads * spec.head_size <= 0 or not hasattr(torch, spec.dtype):
             return f"cross attention over {spec.num_kv_heads} kv heads of size {spec.head_size} in {spec.dtype}"
         return None
+
+    def reads_pages(self, spec: KVSpec) -> bool:
+        return self.attention.reads_pages(spec)
 
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
         if spec.kind is KVKind.CROSS:

@@ -38,7 +38,8 @@ def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None
     if any(spec.kind is KVKind.CROSS for spec in specs):
         from quire.attention.cross import WithCross, WithPagedCross  # lazy
 
-        backend = WithPagedCross(backend) if kind == "cuda" else WithCross(backend)
+        reads_pages = all(backend.reads_pages(spec) for spec in specs if spec.kind is KVKind.CROSS)
+        backend = WithPagedCross(backend) if reads_pages else WithCross(backend)
     for spec in specs:
         reason = backend.supports(spec)
         if reason is not None:

@@ -34,6 +34,9 @@ class WithStates:
     def supports(self, spec: KVSpec) -> str | None:
         return None if spec.kind is KVKind.STATE else self.attention.supports(spec)
 
+    def reads_pages(self, spec: KVSpec) -> bool:
+        return spec.kind is not KVKind.STATE and self.attention.reads_pages(spec)
+
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
         if spec.kind is KVKind.STATE:
             return StateCache(spec, num_blocks, memory)

@@ -564,6 +564,9 @@ class TritonAttention:
             return f"heads of size {max(spec.head_size, spec.v_head_size)}"
         return None
 
+    def reads_pages(self, spec: KVSpec) -> bool:
+        return True
+
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
         return TritonCache(spec, num_blocks, memory)
 

@@ -347,7 +347,10 @@ MAX_MEDIA_BYTES = Variable(
     "MAX_MEDIA_BYTES", 64 << 20, _above_zero, "Most bytes of one media item, fetched or sent, before decoding."
 )
 MAX_IMAGE_PIXELS = Variable(
-    "MAX_IMAGE_PIXELS", 1 << 26, _above_zero, "Most pixels of an image or video frame, before and after resizing."
+    "MAX_IMAGE_PIXELS",
+    1 << 26,
+    _above_zero,
+    "Most pixels of an image, before and after resizing; and of all frames of a video, or crops of an image, together.",
 )
 MAX_AUDIO_SECONDS = Variable("MAX_AUDIO_SECONDS", 3600, _above_zero, "Most seconds of one audio clip.")
 MAX_AUDIO_CLIP_FILESIZE_MB = Variable(
@@ -386,11 +389,14 @@ SHARE_GPUS = Variable(
     "1: where there are more workers than GPUs, several share one, through gloo and without graphs: slow, for tests.",
 )  # fmt: skip
 NODE_TIMEOUT_S = Variable(
-    "NODE_TIMEOUT_S", 1.5, _seconds, "Seconds of silence after which another machine of an engine is taken to be lost."
-)
+    "NODE_TIMEOUT_S", 1.5, _seconds,
+    "Seconds of silence after which another machine of a server is taken to be lost. Unset: 10 for machines that have "
+    "whole engines (data_parallel_size_local), 1.5 for those that share one (nnodes).",
+)  # fmt: skip
 NODE_KEY = Variable[str | None](
     "NODE_KEY", None, str,
-    "The same secret on all machines of an engine (nnodes), at least 16 characters; only who knows it may join.",
+    "The same secret on all machines of a server (nnodes, headless), at least 16 characters; only who knows it may "
+    "join.",
 )  # fmt: skip
 PYTHONHASHSEED = Variable(
     "PYTHONHASHSEED",

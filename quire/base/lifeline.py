@@ -9,8 +9,9 @@ number, and the key itself never travels:
     to the caller    HMAC(key, "listener", a, b)
 
 From then on every message is sealed (base/seal.py) with HMAC(key, "session", a, b), so nothing of another session can
-be repeated. Both sides send an empty message several times per `limit`: a side that hears nothing for so long, or whose
-connection ends, has lost the other. Must not know: what is said.
+be repeated. Both sides send an empty message several times per second and per `limit`: a side that hears nothing for
+so long, or whose connection ends, has lost the other. A thread sends them, which one long call of an extension that
+keeps the interpreter's lock holds up: `limit` has to be longer than such calls. Must not know: what is said.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import fcntl
 import hmac
 import ipaddress
 import secrets
+import signal
 import socket
 import struct
 import threading
@@ -40,7 +42,8 @@ _SEAL_BYTES = 8 + sha256().digest_size
 _MOST_BYTES = 64 << 20  # of a message
 _HANDSHAKE_S = 5.0
 _HANDSHAKES = 32  # at once; further callers are turned away
-_BEATS = 5  # per limit
+_BEATS = 5  # per limit, at least
+_BEAT_S = 0.3  # at most: the other side may have a shorter limit
 _PAUSE_S = 0.2  # between two attempts to connect
 _SIOCGIFADDR = 0x8915
 MIN_KEY_BYTES = 16
@@ -102,7 +105,7 @@ class Lifeline:
         return _read(self._connection, count, self.limit)
 
     def _beat(self) -> None:
-        while not self._closed.wait(self.limit / _BEATS):
+        while not self._closed.wait(min(_BEAT_S, self.limit / _BEATS)):
             self.send(b"")
 
 
@@ -141,6 +144,25 @@ def _greet_listener(connection: socket.socket, key: bytes, limit: float) -> Life
     except BaseException:
         connection.close()
         raise
+
+
+def close_at_signals(lifeline: Lifeline, last_word: bytes = b"") -> threading.Event:
+    """SIGINT and SIGTERM end the connection, after this word; the event says that they did."""
+    stop = threading.Event()
+
+    def hang_up() -> None:
+        lifeline.send(last_word)
+        lifeline.close()
+
+    def leave(number: int, frame: object) -> None:
+        if not stop.is_set():
+            stop.set()  # the thread that was interrupted may be the one that sends, so another must
+            threading.Thread(target=hang_up, name="hang up", daemon=True).start()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, leave)
+    return stop
 
 
 class Listener:

@@ -28,8 +28,9 @@ def load(path: str) -> Any:
     return target
 
 
+@cache
 def entry_points(group: str) -> Iterable[Any]:
-    """Those that installed packages declare under a name."""
+    """Those that installed packages declare under a name. Every start of an engine asks for some eight names."""
     points: Iterable[Any] = _installed().select(group=group)
     return points
 

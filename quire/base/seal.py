@@ -26,6 +26,10 @@ class SealError(ValueError):
     """A message without a valid seal, or one that was seen before."""
 
 
+class MissedError(SealError):
+    """A valid message, and at least one before it never came."""
+
+
 def new_secret() -> bytes:
     return secrets.token_bytes(32)
 
@@ -53,7 +57,8 @@ class Seal:
         if not hmac.compare_digest(self._code(channel, number, inner), tag[_NUMBER.size :]):
             raise SealError("a message was sealed with another secret, or was changed on its way")
         if number != self._received[channel]:
-            raise SealError(f"message {number} came where message {self._received[channel]} was due")
+            kind = MissedError if number > self._received[channel] else SealError
+            raise kind(f"message {number} came where message {self._received[channel]} was due")
         self._received[channel] = number + 1
         return inner
 

@@ -3,7 +3,9 @@
 In: frames (base/codec.py makes them). Out: frames, in the order sent. A Wire has one other end, a Hub has many. On one
 host the mailboxes are ipc files (0600) in a folder only this user may enter; between hosts they are TCP ports, to which
 only those can connect who know the run's secret (base/curve.py), and every message carries a seal (base/seal.py): what
-comes without a valid one is dropped and logged. A sender never blocks and never loses a frame while the peer lives.
+comes without a valid one is dropped and logged. A sender never blocks and never loses a frame while the peer lives;
+where a network has lost some nevertheless, the receiver is told so, and whose they were. Connections over TCP are asked
+now and then whether they still are one; a silent one is made anew.
 Whether a peer of this host lives is asked of a file descriptor that becomes readable when it dies (base/procs.py).
 Must not know what the frames mean.
 """
@@ -17,10 +19,11 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from quire.base import env
 from quire.base.codec import MAX_BYTES, Frame
 from quire.base.folders import make_folder, remove_folder, sweep_folders
 from quire.base.log import logger
-from quire.base.seal import Seal, SealError
+from quire.base.seal import MissedError, Seal, SealError
 
 if TYPE_CHECKING:
     from quire.base.curve import Curve
@@ -28,11 +31,24 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 _LONGEST_PATH = 100  # a unix socket's path is limited to about 107 bytes
+_SILENT_S = 30.0  # without an answer, at least, before a connection over TCP is taken to be broken
+_SILENT_LIMITS = 6  # or so many times NODE_TIMEOUT_S
+_ASKED = 3  # times within that
+_LONGEST_TTL_MS = 6_553_599  # that ZeroMQ takes
 _LAST_WORDS_MS = 300  # after a death notice: how long frames already on their way may take to arrive
 
 
 class PeerGoneError(ConnectionError):
     """The other end is dead and everything it sent has been read."""
+
+
+class FramesLostError(PeerGoneError):
+    """A connection broke and was made anew, and what was on its way meanwhile is lost: no more of what this sender says
+    can be relied on. `sender`: as Hub.receive names it."""
+
+    def __init__(self, message: str, sender: bytes = b"") -> None:
+        super().__init__(message)
+        self.sender = sender
 
 
 def private_folder() -> str:
@@ -52,6 +68,14 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return made
 
 
+def _keep_asking(made: zmq.Socket[bytes]) -> None:
+    """Before it is bound or connected. ZeroMQ's own thread asks and answers, whatever this process is busy with."""
+    silent = min(_LONGEST_TTL_MS, int(1000 * max(_SILENT_S, _SILENT_LIMITS * env.NODE_TIMEOUT_S.get())))
+    made.setsockopt(zmq.HEARTBEAT_IVL, silent // _ASKED)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent)
+    made.setsockopt(zmq.HEARTBEAT_TTL, silent)
+
+
 class _Mailboxes:
     """Where the mailboxes of a run are: in a folder, or, if it has a secret, at addresses."""
 
@@ -64,6 +88,8 @@ class _Mailboxes:
         address, made = self._address(name), _socket(self.context, zmq.PULL)
         if self._curve is not None:
             self._curve.guard(self.context, made)
+        if address.startswith("tcp://"):
+            _keep_asking(made)
         try:
             return _Inbox(self.context, made, address)
         except BaseException:
@@ -77,6 +103,8 @@ class _Mailboxes:
         try:
             if self._curve is not None:
                 self._curve.use(made)
+            if address.startswith("tcp://"):
+                _keep_asking(made)
             made.connect(address)
         except BaseException:
             made.close(linger=0)
@@ -156,18 +184,21 @@ class Wire:
     """One end of two. `send` may be called by any thread; `receive` only by one.
 
     `sender`, if given, goes before every message: the other end is a Hub, where many drop their frames.
-    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a secret.
+    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a secret. "": `connect` says
+    later where the other end is.
     """
 
     def __init__(
         self, folder: str, *, mine: str, theirs: str, sender: bytes | None = None, secret: bytes | None = None
     ) -> None:
         self.folder = folder
-        mailboxes = _Mailboxes(folder, secret)
-        self._inbox = mailboxes.inbox(mine)
+        self._mailboxes = _Mailboxes(folder, secret)
+        self._inbox = self._mailboxes.inbox(mine)
         self.address = self._inbox.address
+        self._outbox: zmq.Socket[bytes] | None = None
         try:
-            self._outbox = mailboxes.outbox(theirs)
+            if theirs:
+                self._outbox = self._mailboxes.outbox(theirs)
         except BaseException:
             self._inbox.close()
             raise
@@ -176,10 +207,17 @@ class Wire:
         self._sending = threading.Lock()
         self._closed = False
 
+    def connect(self, theirs: str) -> None:
+        """Once, if it was not known before."""
+        with self._sending:
+            if self._closed or self._outbox is not None:
+                raise PeerGoneError("this end of the wire is closed, or connected")
+            self._outbox = self._mailboxes.outbox(theirs)
+
     def send(self, frames: Sequence[Frame]) -> None:
         with self._sending:
-            if self._closed:
-                raise PeerGoneError("this end of the wire is closed")
+            if self._closed or self._outbox is None:
+                raise PeerGoneError("this end of the wire is closed, or nobody knows where the other is")
             if self._seal is not None:
                 frames = self._seal.close(_from(self._sender), frames)
             self._outbox.send_multipart([*self._lead, *frames], copy=len(frames) == 1)
@@ -199,7 +237,8 @@ class Wire:
             if self._closed:
                 return
             self._closed = True
-            self._outbox.close(linger=int(linger * 1000))
+            if self._outbox is not None:
+                self._outbox.close(linger=int(linger * 1000))
         self._inbox.close()
 
     def remove_folder(self) -> None:
@@ -230,11 +269,11 @@ class Hub:
                 self._outboxes.pop(name).close(linger=0)
             self._outboxes[name] = self._mailboxes.outbox(address or mailbox or name, folder)
 
-    def drop(self, name: str) -> None:
-        """That peer is gone: what it has not read is thrown away."""
+    def drop(self, name: str, linger: float = 0.0) -> None:
+        """That peer is gone: what it has not read is thrown away, after `linger` seconds, which nobody waits for."""
         with self._sending:
             if (outbox := self._outboxes.pop(name, None)) is not None:
-                outbox.close(linger=0)
+                outbox.close(linger=int(linger * 1000))
 
     def send(self, name: str, frames: Sequence[Frame]) -> None:
         """Does nothing if that peer is gone."""
@@ -256,7 +295,7 @@ class Hub:
             sender = bytes(frames[0])
             if self._seal is None:
                 return sender, frames[1:]
-            if (inner := _opened(self._seal, _from(sender), frames[1:])) is not None:
+            if (inner := _opened(self._seal, _from(sender), frames[1:], sender)) is not None:
                 return sender, inner
 
     def close(self, linger: float = 0.0) -> None:
@@ -279,9 +318,11 @@ def _to(receiver: bytes) -> bytes:
     return b"to " + receiver
 
 
-def _opened(seal: Seal, channel: bytes, frames: Sequence[Frame]) -> list[Frame] | None:
+def _opened(seal: Seal, channel: bytes, frames: Sequence[Frame], sender: bytes = b"") -> list[Frame] | None:
     try:
         return seal.open(channel, frames)
+    except MissedError as missed:
+        raise FramesLostError(f"messages were lost on the network: {missed}", sender) from None
     except SealError as wrong:
         log.warning("A message from outside was dropped: %s", wrong)
         return None

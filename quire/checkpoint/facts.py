@@ -63,7 +63,7 @@ class ModelFacts:
     has_states: bool = False  # some layers have a recurrent state instead of keys and values
     is_multimodal: bool = False
     modalities: tuple[str, ...] = ()  # of media that the model takes
-    both_ways: str = ""  # what attends to itself in both directions: "item", "prompt" (checkpoint/media.py)
+    both_ways: str = ""  # what attends to itself in both directions: "item", "items", "prompt" (checkpoint/media.py)
 
     @property
     def all_windowed(self) -> bool:

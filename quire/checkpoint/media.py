@@ -51,9 +51,11 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "FuyuForCausalLM": (IMAGE,),
     "LightOnOcrForConditionalGeneration": (IMAGE,),
     "Gemma3ForConditionalGeneration": (IMAGE,),
+    "Gemma3nForConditionalGeneration": (IMAGE, AUDIO),
     "PaliGemmaForConditionalGeneration": (IMAGE,),
     "Ovis2ForConditionalGeneration": (IMAGE,),
     "PerceptionLMForConditionalGeneration": (IMAGE, VIDEO),
+    "Molmo2ForConditionalGeneration": (IMAGE, VIDEO),
     "Phi4MultimodalForCausalLM": (IMAGE, AUDIO),
     "VoxtralForConditionalGeneration": (AUDIO,),
     "AudioFlamingo3ForConditionalGeneration": (AUDIO,),
@@ -69,9 +71,14 @@ OUTSIDE = frozenset((
     "UltravoxModel", "KimiVLForConditionalGeneration", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
     "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
-# what attends to itself in both directions: the vectors of an item that follow each other, or the whole prompt
-ITEM, PROMPT = "item", "prompt"
-_BOTH_WAYS = {"Gemma3ForConditionalGeneration": ITEM, "PaliGemmaForConditionalGeneration": PROMPT}
+# what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
+# prompt to each other, or the whole prompt
+ITEM, ITEMS, PROMPT = "item", "items", "prompt"
+_BOTH_WAYS = {
+    "Gemma3ForConditionalGeneration": ITEM,
+    "Molmo2ForConditionalGeneration": ITEMS,
+    "PaliGemmaForConditionalGeneration": PROMPT,
+}
 
 # encoder-decoders whose encoder reads a text and what another encoder made of media in it
 _READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
@@ -97,5 +104,5 @@ def hears_speech(config: Mapping[str, Any]) -> bool:
 
 
 def both_ways_of(config: Mapping[str, Any]) -> str:
-    """ITEM, PROMPT or nothing: attention is causal."""
+    """ITEM, ITEMS, PROMPT or nothing: attention is causal."""
     return next((_BOTH_WAYS[name] for name in config.get("architectures") or () if name in _BOTH_WAYS), "")

@@ -14,7 +14,7 @@ from quire.base.clock import Laps
 from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
 from quire.config.flags import add_flags
 from quire.config.server import ServerConfig, flats, server_config
-from quire.schema.errors import ModelNotFoundError, NotBuiltError
+from quire.schema.errors import ConfigError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from quire.engine.process_client import Begun
@@ -36,9 +36,10 @@ def serve(arguments: Sequence[str], program: str) -> int:
     options = options_of(args)
     laps.mark("options")
     if options.headless:
-        return serve_node(args)
+        return serve_node(args, options)
     begun: list[Begun] = []
-    if not options.disable_frontend_multiprocessing:  # its imports take the longest, so they start now
+    has_process = not options.disable_frontend_multiprocessing and args.data_parallel_size_local != 0
+    if has_process:  # its imports take the longest, so they start now
         from quire.engine.process_client import begin_engine  # lazy
 
         name = {} if args.data_parallel_size == 1 else {"name": f"engine {first_rank(args)}"}
@@ -55,19 +56,25 @@ def serve(arguments: Sequence[str], program: str) -> int:
     return status
 
 
-def serve_node(args: argparse.Namespace) -> int:
-    """`--headless`: the workers of one machine of several. The engine is on the first."""
+def serve_node(args: argparse.Namespace, options: ServerConfig) -> int:
+    """`--headless`: what one machine of several has of an engine (nnodes), or some of the engines, for a server on
+    another one."""
+    where = f"node {args.node_rank}" if args.nnodes > 1 else f"the machine with engine {first_rank(args)}"
     try:
-        config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=True)
     except ModelNotFoundError as absent:
         from quire.config.relocate import not_found_there  # lazy
 
-        raise not_found_there(absent, f"node {args.node_rank}") from None
+        raise not_found_there(absent, where) from None
     parallel = config.parallel_config
+    if parallel.nnodes == 1:
+        from quire.engine.machines import run_engines  # lazy
+
+        run_engines(config, stall_s=options.engine_stall_timeout)
+        return 0
     if parallel.node_rank == 0:
-        raise NotBuiltError(
-            "headless is for the machines of nnodes after the first (node_rank 1 and above); engines of a "
-            "data-parallel deployment are not started so in this version",
+        raise ConfigError(
+            "headless is for the machines of nnodes after the first (node_rank 1 and above): the first has the server",
             param="headless",
             value=True,
         )

@@ -103,10 +103,11 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
     def create_engine_config(self, usage_context: str | None = None, headless: bool = False) -> EngineConfig:
-        """Resolve: find the model, read it, fill in everything unset. Raises ConfigError if that is impossible."""
+        """Resolve: find the model, read it, fill in everything unset. Raises ConfigError if that is impossible.
+        `headless`: for a program without a server, whose engines or workers belong to another machine."""
         from quire.config.resolve import resolve  # lazy
 
-        config: EngineConfig = resolve(self, usage_context)
+        config: EngineConfig = resolve(self, usage_context, headless)
         return config
 
     def create_model_config(self) -> ModelConfig:

@@ -1,8 +1,9 @@
 """Which engines of a data-parallel deployment this program starts: a step of resolve.py.
 
 In: ParallelConfig as requested, and the variables DP_SIZE, DP_RANK and DP_RANK_LOCAL. Out: the same with the ranks of
-the engines that start here settled: all of them (internal balancing), one (external), or some (hybrid). Engines are
-replicas that do not know of each other. Must not know: how an engine is started, or which one a request goes to.
+the engines that start here settled: all of them (internal balancing), one (external), or some: with a server of their
+own (hybrid), with the server that has the others too, or without any (headless), for that server. Engines are replicas
+that do not know of each other. Must not know: how an engine is started, or which one a request goes to.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineC
     parallel = config.parallel_config
     rank, local = requested.get(_RANK), requested.get(_LOCAL)
     _check_sizes(parallel, rank, local)
+    if parallel.is_headless and parallel.nnodes == 1:
+        return _engines_for_a_server(_with_address(requested, config), rank, local)
     if parallel.data_parallel_size == 1 and local != 0 and env.DP_SIZE.get() > 1:
         return _one_of_several_programs(config)
-    if parallel.data_parallel_size == 1:
+    if parallel.data_parallel_size == 1 and local != 0:
         return config
     if parallel.distributed_executor_backend == "external_launcher":
         return _one_of_those_launched(config)
@@ -39,14 +42,15 @@ def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineC
     if parallel.data_parallel_hybrid_lb or parallel.data_parallel_start_rank is not None:
         return _some_engines(config, local)
     if local is not None and local < parallel.data_parallel_size:
-        raise NotBuiltError(
-            f"{_LOCAL}={local} of {_SIZE}={parallel.data_parallel_size}: the others would be on other machines, behind "
-            "this server's port, which this version does not have; start a server on each machine, with "
-            "data_parallel_hybrid_lb and a load balancer in front",
-            param=_LOCAL,
-            value=local,
-        )
+        return _engines_of_several_machines(_with_address(requested, config), local)
     return _settled(config, rank=0, local=parallel.data_parallel_size)
+
+
+def _with_address(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """data_parallel_address, or where else the machines of a deployment find the first one."""
+    if requested.get("data_parallel_address") is not None:
+        return config
+    return replace(config, **{"parallel_config.data_parallel_master_ip": config.parallel_config.master_addr})
 
 
 def _check_sizes(parallel: ParallelConfig, rank: int | None, local: int | None) -> None:
@@ -61,16 +65,55 @@ def _check_sizes(parallel: ParallelConfig, rank: int | None, local: int | None) 
         raise ConfigError("data_parallel_external_lb and data_parallel_hybrid_lb exclude each other")
     if parallel.data_parallel_external_lb and size == 1:
         raise ConfigError(f"data_parallel_external_lb needs {_SIZE} above 1", param="data_parallel_external_lb")
-    if local == 0:
-        raise NotBuiltError(
-            f"{_LOCAL}=0 is a server whose engines are on other machines, which this version does not have",
-            param=_LOCAL,
-            value=local,
-        )
     if local is not None and local > size:
         raise ConfigError(f"{_LOCAL}={local} is more than {_SIZE}={size}", param=_LOCAL, value=local)
     if rank is not None and rank >= size:
         raise ConfigError(f"{_RANK} is {rank}; it must be below {_SIZE}={size}", param=_RANK, value=rank)
+
+
+def _engines_of_several_machines(config: EngineConfig, local: int) -> EngineConfig:
+    """The first ones are here, with the server; others are where `quire serve --headless` runs."""
+    parallel = config.parallel_config
+    if parallel.nnodes > 1:
+        raise NotBuiltError(
+            f"nnodes={parallel.nnodes} with {_LOCAL}={local}: the ranks of an engine are on one machine if engines are "
+            "on several",
+            param="nnodes",
+            value=parallel.nnodes,
+        )
+    elsewhere = parallel.data_parallel_size - local
+    here = f"engines 0 to {local - 1}" if local else "no engine"
+    log.info("Here: %s; %d of %d are on other machines", here, elsewhere, parallel.data_parallel_size)
+    return _settled(config, rank=0, local=local, num_engines_elsewhere=elsewhere)
+
+
+def _engines_for_a_server(config: EngineConfig, rank: int | None, local: int | None) -> EngineConfig:
+    """`--headless`: engines whose server is on another machine."""
+    parallel = config.parallel_config
+    size, start = parallel.data_parallel_size, parallel.data_parallel_start_rank or 0
+    local = size if local is None else local
+    others = {
+        _RANK: rank is not None,
+        "data_parallel_hybrid_lb": parallel.data_parallel_hybrid_lb,
+        "data_parallel_external_lb": parallel.data_parallel_external_lb,
+    }
+    for other in (name for name, is_set in others.items() if is_set):
+        raise ConfigError(
+            f"{other} and headless exclude each other: {other} is for a machine with a server of its own; on one "
+            f"without, {_START} says which engines it starts",
+            param=other,
+        )
+    if local == 0:
+        raise ConfigError(f"{_LOCAL}=0 and headless: there would be nothing to start", param=_LOCAL, value=local)
+    _check_range(start, local, size)
+    return _settled(config, rank=start, local=local)
+
+
+def _check_range(start: int, local: int, size: int) -> None:
+    if start + local > size:
+        raise ConfigError(
+            f"{_START}={start} and {_LOCAL}={local} name engines beyond {_SIZE}={size}", param=_START, value=start
+        )
 
 
 def _one_engine(config: EngineConfig, rank: int | None, local: int | None) -> EngineConfig:
@@ -93,10 +136,9 @@ def _some_engines(config: EngineConfig, local: int | None) -> EngineConfig:
     size, start = parallel.data_parallel_size, parallel.data_parallel_start_rank or 0
     if local is None:
         raise ConfigError(f"data_parallel_hybrid_lb needs {_LOCAL}", param=_LOCAL)
-    if start + local > size:
-        raise ConfigError(
-            f"{_START}={start} and {_LOCAL}={local} name engines beyond {_SIZE}={size}", param=_START, value=start
-        )
+    if local == 0:
+        raise ConfigError(f"data_parallel_hybrid_lb with {_LOCAL}=0 is a server without engines", param=_LOCAL)
+    _check_range(start, local, size)
     if local == size:
         return _settled(config, rank=0, local=size, data_parallel_hybrid_lb=False)
     if local == 1:

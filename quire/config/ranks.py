@@ -75,9 +75,8 @@ def _check_nodes(parallel: ParallelConfig) -> None:
     launched = parallel.distributed_executor_backend == "external_launcher"
     if parallel.data_parallel_size > 1 and not launched:
         raise NotBuiltError(
-            f"nnodes={nodes} with data_parallel_size={parallel.data_parallel_size}: the engines of a data-parallel "
-            "deployment are on one machine each; start a server on each machine, with data_parallel_hybrid_lb or "
-            "data_parallel_rank and a load balancer in front",
+            f"nnodes={nodes} with data_parallel_size={parallel.data_parallel_size}: each engine of a data-parallel "
+            "deployment is on one machine; data_parallel_size_local and headless put engines on several",
             param="nnodes",
             value=nodes,
         )
@@ -220,7 +219,7 @@ def _why_apart(config: EngineConfig) -> str:
     parallel = config.parallel_config
     if parallel.distributed_executor_backend not in (None, "uni", "mp"):
         return f"distributed_executor_backend is {parallel.distributed_executor_backend!r}"
-    if parallel.data_parallel_size_local < parallel.data_parallel_size:
+    if parallel.data_parallel_size_local < parallel.data_parallel_size or parallel.is_headless:
         return "several programs start them, which do not know of each other"
     if config.enable_lora:
         return "they serve adapters"

@@ -43,14 +43,15 @@ GPU_BLOCK_SIZE = 64  # tokens: a key tile of the attention kernels is then one b
 _UNKNOWN_LENGTH = 2048  # tokens, for a model whose configuration has no limit
 
 
-def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
+def resolve(args: Any, usage_context: Any = None, headless: bool = False) -> EngineConfig:
     """Run every step in order."""
     call_plugins()
-    return _resolved(dict(vars(args)), str(usage_context) if usage_context is not None else "")
+    return _resolved(dict(vars(args)), str(usage_context) if usage_context is not None else "", headless)
 
 
-def _resolved(requested: Requested, usage: str = "") -> EngineConfig:
-    config = replace(table.assemble(requested), usage_context=usage.rpartition(".")[2])
+def _resolved(requested: Requested, usage: str = "", headless: bool = False) -> EngineConfig:
+    changes = {"usage_context": usage.rpartition(".")[2], "parallel_config.is_headless": headless}
+    config = replace(table.assemble(requested), **changes)
     for step in RENDER_STEPS if config.renders_only else STEPS:
         config = step(requested, config)
     return config
@@ -83,7 +84,7 @@ def find_model(requested: Requested, config: EngineConfig) -> EngineConfig:
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or omit it", param="model")
     located = locate(
         model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns,
-        weights=not config.renders_only,
+        weights=not config.renders_only and config.parallel_config.data_parallel_size_local > 0,
     )  # fmt: skip
     if not model.model:
         log.info("No model was named: using the embedded %s", located.name)

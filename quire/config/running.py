@@ -121,17 +121,24 @@ class ParallelConfig(Group):
         flags=("-dp",),
     )  # fmt: skip
     data_parallel_size_local: int = option(
-        1, "Engines that this program starts; unset is all of them, or one if data_parallel_rank is set.", unset=None,
-        low=0, flags=("-dpl",),
+        1, "Engines that this program starts; unset is all of them, or one if data_parallel_rank is set. Fewer, or 0: "
+        "the others are on machines that run `quire serve --headless`.", unset=None, low=0, flags=("-dpl",),
     )  # fmt: skip
     data_parallel_rank: int = option(
         0, "Start only this engine of data_parallel_size; requests are balanced outside.", unset=None, low=0,
         flags=("-dpn",),
     )  # fmt: skip
     data_parallel_start_rank: int | None = option(
-        None, "First of the engines that this program starts; implies data_parallel_hybrid_lb.", low=0,
-        flags=("-dpr",),
+        None, "First of the engines that this program starts; implies data_parallel_hybrid_lb, unless --headless.",
+        low=0, flags=("-dpr",),
     )  # fmt: skip
+    data_parallel_master_ip: str = option(
+        "127.0.0.1", "Name or IPv4 address of the machine with the server, on which it listens for machines that have "
+        "engines only; unset is master_addr.", name="data_parallel_address", unset=None, flags=("-dpa",),
+    )  # fmt: skip
+    data_parallel_rpc_port: int = option(
+        29550, "Port on which it does.", unset=None, low=1, high=65535, flags=("-dpp",)
+    )
     data_parallel_rank_local: int | None = option(
         None, "Place of the engine among those of this machine: it decides which devices it gets.", flat=False, low=0
     )
@@ -180,14 +187,27 @@ class ParallelConfig(Group):
     # results
     rank: int = 0
     is_moe_model: bool = False
+    is_headless: bool = False  # this program has no HTTP server: what it starts belongs to another machine's
+    num_engines_elsewhere: int = 0  # that other machines start, behind this program's port
     num_engines_here: int = 1  # among which the processors and the memory of this machine are divided
     experts_span_engines: bool = False  # the ranks of all engines divide experts among themselves
     experts_meeting: str = ""  # a URL at which they find each other
 
     @property
     def engine_ranks(self) -> range:
-        """The engines that this program starts, by data-parallel rank."""
-        return range(self.data_parallel_rank, self.data_parallel_rank + self.data_parallel_size_local)
+        """The engines that requests to this program may go to, by data-parallel rank: its own, then others."""
+        first, here = self.data_parallel_rank, self.data_parallel_size_local
+        return range(first, first + here + self.num_engines_elsewhere)
+
+    @property
+    def ranks_here(self) -> range:
+        """Those that this program starts."""
+        return self.engine_ranks[: self.data_parallel_size_local]
+
+    @property
+    def has_several_engines(self) -> bool:
+        """A router is between this program's requests and the engines."""
+        return len(self.engine_ranks) > 1 or self.num_engines_elsewhere > 0
 
     @property
     def place_here(self) -> int:

@@ -66,7 +66,9 @@ class ServerConfig(Group):
     disable_frontend_multiprocessing: bool = option(False, "Run the engine in the server's process.")
 
     headless: bool = option(
-        False, "No HTTP: run the workers of this machine for an engine on another one (nnodes, node_rank, master_addr)."
+        False,
+        "No HTTP: run the engines of this machine for a server on another one (data_parallel_start_rank, "
+        "data_parallel_address), or its workers for an engine on another one (nnodes, node_rank, master_addr).",
     )
 
     # ---- TLS

@@ -69,6 +69,9 @@ class PlacingClient(Protocol):
 
     def place(self, requests: Sequence[EngineRequest], rank: int | None = None) -> int: ...
 
+    def begin_close(self, reason: str = "") -> None:
+        """Before `close`, if this is no shutdown: why the engines have to stop."""
+
 
 class EngineClient(Protocol):
     @property
@@ -178,11 +181,17 @@ class InProcessClient:
         return ready
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
+        loop = self.loop
+        post = loop.submit if self._thread is None else self._inbox.put
         for request in requests:
-            self._post(request)
+            post(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        self._post(Abort(request_ids=tuple(request_ids)))
+        loop, ids = self.loop, tuple(request_ids)
+        if self._thread is not None:
+            self._inbox.put(Abort(request_ids=ids))
+        else:
+            loop.abort(ids)
 
     def receive(self) -> Outputs:
         loop = self.loop
@@ -276,15 +285,6 @@ class InProcessClient:
 
     def show_stacks(self) -> None:
         faulthandler.dump_traceback(all_threads=True)
-
-    def _post(self, message: EngineRequest | Abort) -> None:
-        loop = self.loop
-        if self._thread is not None:
-            self._inbox.put(message)
-        elif isinstance(message, EngineRequest):
-            loop.submit(message)
-        else:
-            loop.abort(message.request_ids)
 
     def _turn(self, loop: EngineLoop) -> None:
         def emit(message: FromEngine) -> None:

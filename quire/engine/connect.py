@@ -6,9 +6,10 @@ know: what any of them does with requests.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from quire.base import env
 from quire.base.log import logger
@@ -19,7 +20,7 @@ from quire.schema.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.process_client import Begun
+    from quire.engine.process_client import Begun, Mailbox
     from quire.engine.several import MemberClient, SeveralEngines
     from quire.engine.shared_counts import SharedCounts
 
@@ -30,7 +31,7 @@ _MEETING = "experts"  # a file in the first engine's folder, by which ranks of a
 def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
     """`own_process` is the caller's default; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
     apply_logging(config.logging_config)
-    if config.parallel_config.data_parallel_size_local > 1:
+    if config.parallel_config.has_several_engines:
         return start_several(config)
     setting = env.ENABLE_V1_MULTIPROCESSING.get()
     own_process = own_process if setting is None else setting
@@ -48,49 +49,63 @@ def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
     return client
 
 
-class Mailbox(NamedTuple):
-    """Where a client finds an engine that another process started."""
-
-    folder: str
-    life: int  # descriptor that turns readable when the engine dies
-
-
 def start_several(config: EngineConfig, *, begun: Sequence[Begun] = (), shared: bool = False) -> SeveralEngines:
-    """The engines that `config` wants started here, in processes of their own. `begun`: some that wait already."""
+    """The engines that `config` wants started here, in processes of their own, and those that other machines start.
+    `begun`: some that wait already."""
     from quire.config.engines import config_of_engine  # lazy
     from quire.engine.process_client import ProcessClient, begin_engine  # lazy
 
-    ranks = config.parallel_config.engine_ranks
+    parallel = config.parallel_config
     if env.ENABLE_V1_MULTIPROCESSING.get() is False:
         raise ConfigError(
-            f"data_parallel_size is {len(ranks)}: several engines need processes of their own "
+            f"data_parallel_size is {parallel.data_parallel_size}: several engines need processes of their own "
             "(QUIRE_ENABLE_V1_MULTIPROCESSING=0 forbids them)",
             param="data_parallel_size",
         )
-    waiting = [*begun, *(begin_engine(shared=shared, name=f"engine {rank}") for rank in ranks[len(begun) :])]
-    folders = [one.folder for one in waiting]
-    if config.parallel_config.experts_span_engines:
-        config = replace(config, **{"parallel_config.experts_meeting": f"file://{folders[0]}/{_MEETING}"})
-    else:
-        folders = []
-    members = [
-        ProcessClient(
-            config_of_engine(config, place), shared=shared, begun=one, peers=[f for f in folders if f != one.folder]
-        )
-        for place, one in enumerate(waiting)
-    ]
-    return _several(config, members)
+    waiting = list(begun)
+    members: list[MemberClient] = []
+    with contextlib.ExitStack() as made:  # undone, unless all of it is
+        elsewhere = _of_other_machines(config) if parallel.num_engines_elsewhere else []
+        made.callback(_undo, elsewhere)
+        for rank in parallel.ranks_here[len(begun) :]:
+            waiting.append(begin_engine(shared=shared, name=f"engine {rank}"))
+            made.callback(waiting[-1].end)
+        made.callback(_undo, members)
+        folders = [one.folder for one in waiting] if parallel.experts_span_engines else []
+        if folders:
+            config = replace(config, **{"parallel_config.experts_meeting": f"file://{folders[0]}/{_MEETING}"})
+        for place, one in enumerate(waiting):
+            peers = [folder for folder in folders if folder != one.folder]
+            members.append(ProcessClient(config_of_engine(config, place), shared=shared, begun=one, peers=peers))
+        several = _several(config, [*members, *elsewhere])
+        made.pop_all()
+    return several
+
+
+def _undo(members: Sequence[MemberClient]) -> None:
+    for member in members:
+        member.begin_close("it could not start")
+    for member in members:
+        member.close()
+
+
+def _of_other_machines(config: EngineConfig) -> Sequence[MemberClient]:
+    from quire.engine.machines import Machines  # lazy
+
+    members: Sequence[MemberClient] = Machines(config).members
+    return members
 
 
 def attach_several(
-    config: EngineConfig, engines: Sequence[Mailbox], *, client: int, num_clients: int, counts_folder: str
+    config: EngineConfig, engines: Sequence[Mailbox], *, client: int, row: int, num_rows: int, counts_folder: str
 ) -> SeveralEngines:
-    """As one of several clients of engines that another process started, and ends."""
+    """As one of several clients of engines that another process started, and ends. `row`: this one's place in what
+    they count together."""
     from quire.engine.process_client import AttachedClient  # lazy
     from quire.engine.shared_counts import SharedCounts  # lazy
 
-    counts = SharedCounts(counts_folder, num_engines=len(engines), num_rows=num_clients + 1, row=client)
-    return _several(config, [AttachedClient(one.folder, client, one.life) for one in engines], counts)
+    counts = SharedCounts(counts_folder, num_engines=len(engines), num_rows=num_rows, row=row)
+    return _several(config, [AttachedClient(one, client) for one in engines], counts)
 
 
 def _several(

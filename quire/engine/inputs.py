@@ -136,17 +136,11 @@ class InputProcessor:
     ) -> PreparedRequest:
         """`params`: a caller's, or what `resolve` made of them, for several prompts."""
         options = options or Options()
-        if not isinstance(request_id, str) or not _is_text(request_id):
-            raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
+        if isinstance(params, PoolingParams):
+            return self.process_pooled([(request_id, source)], params, options)[0]
+        _check_id(request_id)
         prompt = source if isinstance(source, Prompt) else Prompt.of(source)
         self._check_options(options)
-        if isinstance(params, PoolingParams):
-            if prompt.embeds is not None or prompt.has_media:
-                raise NotBuiltError(
-                    "media and embeddings of a pooled request are not in this version of Quire",
-                    param="multi_modal_data" if prompt.has_media else "prompt_embeds",
-                )
-            return self._process_pooled(request_id, prompt, params, options)
         if not isinstance(params, ResolvedParams):
             params = self.resolve(params, any_logprobs=options.any_logprobs)
         read = self._read(prompt, params, options.tokenization_kwargs or {})
@@ -238,23 +232,62 @@ class InputProcessor:
             raise NotBuiltError("tensorizer_config_dict of a LoRARequest is not in this version of Quire")
         return lora.lora_int_id, lora.lora_name, absolute(lora.lora_path)
 
-    def _process_pooled(
-        self, request_id: str, prompt: Prompt, params: PoolingParams, options: Options
-    ) -> PreparedRequest:
-        pooling = self.pooling
+    def process_pooled(
+        self, named: Sequence[tuple[str, object]], params: PoolingParams, options: Options
+    ) -> list[PreparedRequest]:
+        """Prompts that are pooled alike, each with its request's id: what they share is checked once, and texts are
+        tokenized together."""
+        pooling, prompts = self.pooling, []
+        for request_id, source in named:
+            _check_id(request_id)
+            prompt = source if isinstance(source, Prompt) else Prompt.of(source)
+            if prompt.embeds is not None or prompt.has_media:
+                raise NotBuiltError(
+                    "media and embeddings of a pooled request are not in this version of Quire",
+                    param="multi_modal_data" if prompt.has_media else "prompt_embeds",
+                )
+            prompts.append(prompt)
+        self._check_options(options)
         params = pooling.resolve(params)
         kwargs = options.tokenization_kwargs or {}
         keep = self._keep(params, kwargs)
-        token_ids, type_start = pooling.token_ids(prompt, keep, kwargs)
+        adapter, headers = self._adapter(options), dict(options.trace_headers or {})
+        arrival = time.time() if options.arrival is None else options.arrival
+        ready = []
+        for (request_id, _), prompt in zip(
+            named, pooling.tokenized(prompts, kwargs, is_cut=keep is not None), strict=True
+        ):
+            token_ids, type_start = pooling.token_ids(prompt, keep, kwargs)
+            self._check_pooled_ids(token_ids)
+            own = params if type_start is None else pooling.with_types(params, type_start)
+            request = self._pooled_request(request_id, prompt, token_ids, own, options, adapter, arrival, headers)
+            ready.append(
+                PreparedRequest(
+                    request_id, prompt.text, token_ids, sampling_of(own), (request,), arrival, pooling=own,
+                    data_parallel_rank=options.data_parallel_rank,
+                )
+            )  # fmt: skip
+        return ready
+
+    def _check_pooled_ids(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
             raise InputError("the prompt cannot be empty: it needs at least one token", param="prompt")
-        pooling.check_length(len(token_ids))
+        self.pooling.check_length(len(token_ids))
         self._check_ids("the prompt", token_ids, param="prompt")
-        if type_start is not None:
-            params = pooling.with_types(params, type_start)
-        arrival = time.time() if options.arrival is None else options.arrival
-        lora_id, lora_name, lora_path = self._adapter(options)
-        request = EngineRequest(
+
+    def _pooled_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        token_ids: tuple[int, ...],
+        params: PoolingParams,
+        options: Options,
+        adapter: tuple[int, str | None, str | None],
+        arrival: float,
+        headers: dict[str, str],
+    ) -> EngineRequest:
+        lora_id, lora_name, lora_path = adapter
+        return EngineRequest(
             request_id=f"{request_id}#{next(self._serials)}{self._mark}",
             prompt_token_ids=token_ids,
             params=params,
@@ -267,12 +300,8 @@ class InputProcessor:
             lora_id=lora_id,
             lora_name=lora_name,
             lora_path=lora_path,
-            trace_headers=dict(options.trace_headers or {}),
+            trace_headers=headers,
         )
-        return PreparedRequest(
-            request_id, prompt.text, token_ids, sampling_of(params), (request,), arrival, pooling=params,
-            data_parallel_rank=options.data_parallel_rank,
-        )  # fmt: skip
 
     @cached_property
     def pooling(self) -> PoolingInputs:
@@ -708,6 +737,11 @@ def check_context(
         param=param if is_prompt else name,
         value=num_prompt if is_prompt else num_output,
     )
+
+
+def _check_id(request_id: object) -> None:
+    if not isinstance(request_id, str) or not _is_text(request_id):
+        raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
 
 
 def _is_text(text: str) -> bool:

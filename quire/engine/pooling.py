@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 TYPE_START = "compressed_token_type_ids"  # in extra_kwargs: the first position of token type 1
 _EMBEDDING_TASKS = ("embed", "token_embed")
 _MOST_COLUMNS = 1024
+_TEXTS_AT_ONCE = 512  # that a tokenizer gets in one call
 _TYPE_LIMIT = "token_type_ids must be zeros and then ones"
 
 
@@ -176,20 +177,38 @@ class PoolingInputs:
                 value=num_tokens,
             )
 
+    def tokenized(self, prompts: Sequence[Prompt], kwargs: Mapping[str, Any], *, is_cut: bool) -> list[Prompt]:
+        """The same prompts, with token ids beside all texts, which are tokenized together. `is_cut`: of a long text
+        only a part is used. Holds no lock of Python's for most of its time, so that a thread may do it beforehand."""
+        texts = [prompt.text or "" for prompt in prompts if prompt.token_ids is None]
+        if not texts:
+            return list(prompts)
+        for text in texts:
+            self._check_text(len(text), is_cut=is_cut)
+        special, encode = bool(kwargs.get("add_special_tokens", True)), self.tokenizer.encode_batch
+        parts = [texts[start : start + _TEXTS_AT_ONCE] for start in range(0, len(texts), _TEXTS_AT_ONCE)]
+        encodings = iter([ids for part in parts for ids in encode(part, special)])
+        return [
+            Prompt(text=prompt.text, token_ids=tuple(next(encodings)), cache_salt=prompt.cache_salt)
+            if prompt.token_ids is None
+            else prompt
+            for prompt in prompts
+        ]
+
     def token_ids(
         self, prompt: Prompt, keep: int | None, kwargs: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], int | None]:
         """Token ids, and where tokens of type 1 begin (None: nowhere). `keep`: how many tokens stay."""
-        side = kwargs.get("truncation_side", "right")
-        if prompt.token_ids is not None:
-            ids, types = list(prompt.token_ids), prompt.token_type_ids
-            start = None if types is None else _type_start(types, len(ids))
-            if start is not None and not self._has_types:
-                raise InputError("token_type_ids: this model has no token types", param="token_type_ids")
-            return tuple(self._cut(ids, keep, side)), start
-        special = bool(kwargs.get("add_special_tokens", True))
-        self._check_text(len(prompt.text or ""), is_cut=keep is not None)
-        return tuple(self._cut(self.tokenizer.encode(prompt.text or "", special), keep, side)), None
+        if prompt.token_ids is None:
+            (prompt,) = self.tokenized([prompt], kwargs, is_cut=keep is not None)
+        ids, types = prompt.token_ids, prompt.token_type_ids
+        assert ids is not None
+        start = None if types is None else _type_start(types, len(ids))
+        if start is not None and not self._has_types:
+            raise InputError("token_type_ids: this model has no token types", param="token_type_ids")
+        if keep is not None and len(ids) > keep:
+            ids = tuple(self._cut(list(ids), keep, kwargs.get("truncation_side", "right")))
+        return ids, start
 
     def pair(self, first: str, second: str, keep: int | None = None) -> Prompt:
         """Two texts as one prompt of a cross-encoder: by the tokenizer's rule for pairs, or one after the other."""

@@ -17,7 +17,7 @@ import msgspec
 
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
-from quire.base.sockets import Hub, PeerGoneError
+from quire.base.sockets import FramesLostError, Hub, PeerGoneError
 from quire.config.logs import apply_logging
 from quire.engine.control import reply_with_error
 from quire.engine.loop import Inbox, failed_output
@@ -53,6 +53,8 @@ class EngineBoot(msgspec.Struct, kw_only=True):
     folder: str  # where the mailboxes are
     config: msgspec.Raw  # msgpack of EngineConfig
     shared: bool = False  # clients other than the owner may join
+    host: str = ""  # address on which clients of other machines may join; needs a secret
+    secret: bytes | None = None
     peers: tuple[str, ...] = ()  # folders of the engines that have experts together with this one
 
 
@@ -63,8 +65,8 @@ def mailbox(client: int) -> str:
 def main(boot_bytes: bytes) -> None:
     """An engine process, from its boot bytes to its end."""
     boot = msgspec.msgpack.decode(boot_bytes, type=EngineBoot)
-    hub = Hub(boot.folder, mine=MAILBOX)
-    hub.open(mailbox(OWNER))
+    hub = Hub(boot.folder, mine=f"tcp://{boot.host}:*" if boot.host else MAILBOX, secret=boot.secret)
+    hub.open(str(OWNER), mailbox=mailbox(OWNER))
     post = _Post(hub, Routes() if boot.shared else None)
     try:
         from quire.config import EngineConfig  # lazy
@@ -74,6 +76,8 @@ def main(boot_bytes: bytes) -> None:
         started = start_engine(config, Pulse(boot.folder), _wake(hub, boot.peers) if boot.peers else None)
         gc.collect(1)  # not what was imported, which is old
         gc.freeze()  # what the start made stays: later collections need not look through it
+        if boot.host:
+            started = started._replace(ready=msgspec.structs.replace(started.ready, address=hub.address))
         post.greet(OWNER, started.ready)
         _serve(started, post)
     except BaseException as failed:  # noqa: BLE001  # the root of the engine process: whatever ended it is its last message
@@ -107,7 +111,8 @@ class _Post:
         self._codec: Codec[FromEngine] = Codec(FromEngine)
 
     def greet(self, client: int, ready: EngineReady) -> None:
-        self.send(client, msgspec.structs.replace(ready, client=client))
+        address = ready.address if client == OWNER else ""  # others have come by it
+        self.send(client, msgspec.structs.replace(ready, client=client, address=address))
 
     def emit(self, message: FromEngine) -> None:
         if self.routes is None:
@@ -123,7 +128,7 @@ class _Post:
             if not isinstance(message, ControlReply):
                 raise
             frames = self._codec.encode(reply_with_error(message.call_id, InputError(str(wrong))))
-        self.hub.send(mailbox(client), frames)
+        self.hub.send(str(client), frames)
 
 
 def _serve(started: Started, post: _Post) -> None:
@@ -150,7 +155,10 @@ class _Receiver:
         """Until the mailbox is closed, or something goes wrong: either way the loop ends."""
         try:
             while True:
-                self._read()
+                try:
+                    self._read()
+                except FramesLostError as lost:
+                    self._give_up(lost)
         except PeerGoneError:
             pass
         except Exception as failed:  # noqa: BLE001  # the root of the receiving thread: the loop raises it once it has stopped
@@ -173,6 +181,19 @@ class _Receiver:
         else:
             self._take(client, message)
 
+    def _give_up(self, lost: FramesLostError) -> None:
+        """A client of which something is missing hears no more, and whatever else it says has no effect; the others go
+        on. EngineDeadError: it is the owner."""
+        client, routes = _client_of(lost.sender), self._post.routes
+        if routes is None or client is None or client == OWNER:
+            raise EngineDeadError(str(lost)) from None
+        if not routes.has(client):
+            return
+        log.error("Client %d is given up: %s", client, lost)
+        self._post.send(client, EngineDied(reason=str(lost), details=str(lost)))
+        self._post.hub.drop(str(client), _LAST_WORDS_S)
+        self._inbox.put(routes.leave(client))
+
     def _take(self, client: int, message: ToEngine) -> None:
         routes = self._post.routes
         if isinstance(message, EngineRequests):
@@ -182,11 +203,12 @@ class _Receiver:
             self._inbox.put(message)
         elif isinstance(message, Hello):
             self._inbox.put(routes.leave(client))  # of one that had this number before
-            self._post.hub.open(mailbox(client))
+            address = message.address if self._ready.address else ""
+            self._post.hub.open(str(client), address or None, mailbox=mailbox(client))
             self._post.greet(client, self._ready)  # the first word it hears: only now may others follow
             routes.join(client)
         elif isinstance(message, Left):
-            self._post.hub.drop(mailbox(message.client))
+            self._post.hub.drop(str(message.client))
             self._inbox.put(routes.leave(message.client))
         else:
             self._inbox.put(routes.arrive(client, message))

@@ -24,7 +24,7 @@ from quire.base.codec import Codec, CodecError, Frame
 from quire.base.folders import remove_folder
 from quire.base.log import logger
 from quire.base.procs import STACKS, Child
-from quire.base.sockets import PeerGoneError, Wire, private_folder
+from quire.base.sockets import FramesLostError, PeerGoneError, Wire, private_folder
 from quire.engine.client import CLOSED, Calls, Sink, wait_for
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER
@@ -52,6 +52,9 @@ MAIN = "quire.engine.proc:main"
 EARLY = "quire.worker.main"  # the slowest import of an engine process
 _SHUTDOWN_PATIENCE_S = 10.0
 _LAST_WORDS_S = 1.0
+_ENGINE = "engine"  # name of its mailbox
+_END = "end"  # name of a file
+_LONGEST_REASON = 4000
 
 
 class Begun(NamedTuple):
@@ -83,22 +86,40 @@ def begin_engine(*, shared: bool = False, name: str = "the engine") -> Begun:
     return Begun(folder, life, child)
 
 
+class Mailbox(NamedTuple):
+    """Where a client finds an engine that another process started."""
+
+    folder: str  # of its mailboxes; if it is on another machine, of what is known of it here
+    life: int  # descriptor that turns readable when the engine dies
+    host: str = ""  # address of this machine for the one that the engine is on; "": it is here
+    address: str = ""  # of the engine's mailbox, if it is on another machine
+    secret: bytes | None = None  # if it is
+
+
 class ProcessClient:
     """An engine process at the other end of a wire; a reader thread sorts what comes back.
 
-    `shared`: other clients may join (AttachedClient); `folder` and `life` are what they need for it.
+    `shared`: other clients may join (AttachedClient); `mailbox` is what they need for it.
     """
 
     def __init__(
-        self, config: EngineConfig, *, shared: bool = False, begun: Begun | None = None, peers: Sequence[str] = ()
+        self,
+        config: EngineConfig,
+        *,
+        shared: bool = False,
+        begun: Begun | None = None,
+        peers: Sequence[str] = (),
+        host: str = "",
+        secret: bytes | None = None,
     ) -> None:
         """`begun`: a process that `begin_engine` has started already, with the same `shared`. `peers`: folders of the
-        engines that have experts together with it."""
+        engines that have experts together with it. `host`: the address of this machine on which clients of others who
+        know the `secret` may join it; `mailbox` then has what they need once it is ready."""
         begun = begun or begin_engine(shared=shared)
-        self.folder, self.life = begun.folder, begun.life
-        wire = _wire(self.folder, OWNER)
-        boot = {"folder": self.folder, "config": for_children(config), "shared": shared, "peers": peers}
-        begun.child.send_boot(msgspec.msgpack.encode(boot))
+        self.mailbox = Mailbox(begun.folder, begun.life, secret=secret)
+        wire = _wire(self.mailbox, OWNER, theirs="" if host else _ENGINE)
+        boot = {"folder": begun.folder, "config": for_children(config), "shared": shared, "peers": peers}
+        begun.child.send_boot(msgspec.msgpack.encode(boot | {"host": host, "secret": secret}))
         self._connect(wire, begun.child)
 
     def _connect(self, wire: Wire, peer: Child | _Elsewhere) -> None:
@@ -118,6 +139,9 @@ class ProcessClient:
         except BaseException:
             self._finalizer()
             raise
+        if ready.address:
+            self._reader.wire.connect(ready.address)
+            self.mailbox = self.mailbox._replace(address=ready.address)
         self._reader.start()
         self._pid = ready.pid
         return ready
@@ -164,8 +188,8 @@ class ProcessClient:
         """Make its process leave while another thread waits in `wait_ready`, which then fails."""
         self._reader.child.stop(0.0)
 
-    def begin_close(self) -> None:
-        """Tell it to stop, without waiting for that; `close` does."""
+    def begin_close(self, reason: str = "") -> None:
+        """Tell it to stop, without waiting for that; `close` does. `reason`: for other machines, which are told why."""
         self._reader.closing = True
         if self.dead is None and self._reader.started:
             with contextlib.suppress(EngineDeadError):
@@ -178,28 +202,57 @@ class ProcessClient:
 class AttachedClient(ProcessClient):
     """One of several clients of an engine that another process started, and ends."""
 
-    def __init__(self, folder: str, client: int, life: int) -> None:
-        """`life`: the owner's ProcessClient.life, inherited."""
-        wire = _wire(folder, client)
-        self._connect(wire, _Elsewhere(life))
-        self._reader.send(self._codec.encode(Hello()))
+    def __init__(self, mailbox: Mailbox, client: int) -> None:
+        """`mailbox`: the owner's ProcessClient.mailbox, its descriptor inherited. `client`: a number that no other
+        client of the engine has or had, if it is on another machine."""
+        self.mailbox = mailbox
+        wire = _wire(mailbox, client, theirs=mailbox.address if mailbox.host else _ENGINE)
+        self._connect(wire, _Elsewhere(mailbox.life, mailbox.folder))
+        if mailbox.address or not mailbox.host:
+            self._greet()
+
+    def _greet(self) -> None:
+        wire = self._reader.wire
+        self._reader.send(self._codec.encode(Hello(address=wire.address if self.mailbox.host else "")))
+
+    def show_stacks(self) -> None:
+        """On another machine, whoever started it sees to that."""
+        if not self.mailbox.host:
+            super().show_stacks()
 
 
 class _Elsewhere:
     """An engine process that is not a child of ours."""
 
-    def __init__(self, notice: int) -> None:
-        self.notice = notice
+    def __init__(self, notice: int, folder: str) -> None:
+        self.notice, self._folder = notice, folder
 
     def why_dead(self) -> str:
-        return "its process is gone; the log of the process that started it says how it ended"
+        reason = read_end(self._folder)
+        return reason or "its process is gone; the log of the process that started it says how it ended"
 
     def stop(self, patience: float) -> None:
         """Not ours to end."""
 
 
-def _wire(folder: str, client: int) -> Wire:
-    return Wire(folder, mine=f"client-{client}", theirs="engine", sender=str(client).encode())
+def write_end(folder: str, reason: str) -> None:
+    """Why an engine that is on another machine is gone, for clients that only see that it is. Before the notice."""
+    with contextlib.suppress(OSError), open(os.path.join(folder, _END), "w", encoding="utf-8") as file:
+        file.write(reason)
+
+
+def read_end(folder: str) -> str:
+    """Nothing, if nobody has said so."""
+    try:
+        with open(os.path.join(folder, _END), encoding="utf-8", errors="replace") as file:
+            return file.read(_LONGEST_REASON)
+    except OSError:
+        return ""
+
+
+def _wire(mailbox: Mailbox, client: int, *, theirs: str) -> Wire:
+    mine = f"tcp://{mailbox.host}:*" if mailbox.host else f"client-{client}"
+    return Wire(mailbox.folder, mine=mine, theirs=theirs, sender=str(client).encode(), secret=mailbox.secret)
 
 
 class _WireReader:
@@ -270,16 +323,30 @@ class _WireReader:
             self.wire.remove_folder()
 
     def _run(self) -> None:
+        linger = 0.0
         try:
             while (error := self._read()) is None:
                 pass
+        except FramesLostError as lost:
+            error, linger = self._die(str(lost)), self._say_goodbye()
         except PeerGoneError:
             error = self._die(CLOSED if self.closing else self.child.why_dead())
         except Exception as failed:  # ours: whoever waits must not wait for ever
             log.error("Reading from the engine failed", exc_info=failed)
-            error = self._die(f"reading its messages failed: {message_of(failed)}")
+            error, linger = self._die(f"reading its messages failed: {message_of(failed)}"), self._say_goodbye()
+        if isinstance(self.child, _Elsewhere):
+            self.wire.close(linger)  # unless it has just been told, nobody is there to connect to
         if self._sink is not None:
             self._sink.died(error)
+
+    def _say_goodbye(self) -> float:
+        """An engine of others that lives need not go on with what was asked of it here. Seconds that this may take."""
+        if isinstance(self.child, Child):
+            return 0.0
+        codec: Codec[ToEngine] = Codec(ToEngine)
+        with contextlib.suppress(PeerGoneError):
+            self.wire.send(codec.encode(Stop()))
+        return _LAST_WORDS_S
 
     def _read(self) -> EngineDeadError | None:
         frames = self.wire.receive(notice=self.child.notice)

@@ -43,6 +43,10 @@ class Pulse:
         self._steps += 1
         _FORM.pack_into(self._memory, 0, now(), busy * _BUSY | paused * _PAUSED, self._steps)
 
+    def copy(self, beat: Beat) -> None:
+        """Of an engine on another machine, its time told by the clock of this one."""
+        _FORM.pack_into(self._memory, 0, beat.time, beat.busy * _BUSY | beat.paused * _PAUSED, beat.steps)
+
     def read(self) -> Beat:
         time, flags, steps = _FORM.unpack_from(self._memory, 0)
         return Beat(time, bool(flags & _BUSY), bool(flags & _PAUSED), steps)

@@ -40,6 +40,10 @@ class Routes:
         with self._lock:
             self._clients.add(client)
 
+    def has(self, client: int) -> bool:
+        with self._lock:
+            return client in self._clients
+
     def leave(self, client: int) -> Abort:
         """It is gone; what it asked for need not go on."""
         with self._lock:

@@ -40,8 +40,8 @@ class MemberClient(EngineClient, Protocol):
     def abandon(self) -> None:
         """Make its process leave while another thread waits for it to be ready."""
 
-    def begin_close(self) -> None:
-        """Tell it to stop, without waiting."""
+    def begin_close(self, reason: str = "") -> None:
+        """Tell it to stop, without waiting. `reason`: why it has to, unless it is shut down."""
 
     def client_left(self, client: int) -> None: ...
 
@@ -61,7 +61,7 @@ class SeveralEngines:
         """`started_here`: all must start. Else another process has seen to that, and some may have died since.
         `together`: none can go on without the others."""
         self.members, self.ranks = tuple(members), tuple(ranks)
-        self._started_here = started_here
+        self._started_here, self._is_closing = started_here, False
         self.readies: tuple[EngineReady, ...] = ()
         self._merged = _Merged(self.ranks, router, together=together)
         self.pulse = SeveralPulses(self.members, self._merged)
@@ -79,8 +79,10 @@ class SeveralEngines:
         """All start at the same time. Where some cannot, everyone's reason is named, and none is left."""
         failed, readies = self._await_all()
         if failed and (self._started_here or not readies):
+            error = self._start_error(failed)
+            self.begin_close(_as_death(error).reason)
             self.close()
-            raise self._start_error(failed)
+            raise error
         first = next(iter(readies.values()))
         for place, member in enumerate(self.members):
             if place in readies:
@@ -176,10 +178,16 @@ class SeveralEngines:
             with contextlib.suppress(EngineDeadError):
                 self.members[place].client_left(client)
 
+    def begin_close(self, reason: str = "") -> None:
+        """Tell all of them to stop, once, without waiting. `reason`: why they have to, unless this is a shutdown."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._merged.close()
+            for member in self.members:
+                member.begin_close(reason)
+
     def close(self) -> None:
-        self._merged.close()
-        for member in self.members:  # they leave at the same time
-            member.begin_close()
+        self.begin_close()  # they leave at the same time
         for member in self.members:
             member.close()
 

@@ -11,7 +11,6 @@ Must not know: verbs, or what a worker computes.
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,19 +19,11 @@ import msgspec
 
 from quire.base import env
 from quire.base.folders import remove_folder
-from quire.base.lifeline import (
-    MIN_KEY_BYTES,
-    Lifeline,
-    Listener,
-    LostError,
-    address_towards,
-    call,
-    free_port,
-    resolve_address,
-)
+from quire.base.lifeline import Lifeline, LostError, address_towards, call, close_at_signals, free_port
 from quire.base.log import logger
 from quire.base.sockets import private_folder
 from quire.config.engine import replace
+from quire.config.nodes import address_of, listen, node_key
 from quire.executor.members import Departure, Member, WorkerBoot, WorkerProcess, on_this_host
 from quire.executor.remote import RemoteExecutor
 from quire.schema.errors import ConfigError, EngineDeadError, message_of
@@ -76,17 +67,8 @@ _FROM = msgspec.msgpack.Decoder(NodeHello | NodeFailed)
 _encode = msgspec.msgpack.encode
 
 
-def node_key() -> bytes:
-    """What the operator has given to all nodes. ConfigError: nothing, or too little."""
-    key = (env.NODE_KEY.get() or "").strip().encode()
-    if len(key) < MIN_KEY_BYTES:
-        what = f"has {len(key)} bytes" if key else "is not set"
-        raise ConfigError(
-            f"nnodes above 1: QUIRE_NODE_KEY {what}; set it to the same secret of at least {MIN_KEY_BYTES} bytes on "
-            "all nodes, for example what `openssl rand -hex 32` prints",
-            param="nnodes",
-        )
-    return key
+def _key() -> bytes:
+    return node_key("nnodes above 1", "nnodes")
 
 
 # ---- the first node --------------------------------------------------------------------------------------------
@@ -156,7 +138,7 @@ class _Nodes:
         parallel = config.parallel_config
         self._nnodes, self._port, self._address = parallel.nnodes, parallel.master_port, address
         self._limit = env.NODE_TIMEOUT_S.get()
-        self._key = node_key()
+        self._key = _key()
         self._lock = threading.Lock()
         self._nodes: list[RemoteNode] = []
         self._boots: Sequence[WorkerBoot] = ()
@@ -168,14 +150,10 @@ class _Nodes:
         self._nodes = [
             RemoteNode(node, names[node * share : (node + 1) * share], self._limit) for node in range(1, self._nnodes)
         ]
-        try:
-            self._listener = Listener(self._address, self._port, self._key, self._welcome, limit=self._limit)
-        except OSError as wrong:
-            raise ConfigError(
-                f"node 0 cannot listen on {self._address}:{self._port} (master_addr, master_port): {wrong.strerror}",
-                param="master_addr",
-                value=self._address,
-            ) from None
+        self._listener = listen(
+            self._address, self._port, self._key, self._welcome, limit=self._limit, who="node 0",
+            params=("master_addr", "master_port"),
+        )  # fmt: skip
         log.info("Waiting for %d more nodes at %s:%d", self._nnodes - 1, self._address, self._port)
         return [*on_this_host(boots[:share], names[:share]), *self._nodes]
 
@@ -228,7 +206,7 @@ def across_nodes(config: EngineConfig) -> RemoteExecutor:
             param="node_rank",
             value=parallel.node_rank,
         )
-    address = _address_of(parallel.master_addr)
+    address = address_of(parallel.master_addr, "master_addr")
     return RemoteExecutor(
         config,
         num_workers=parallel.world_size,
@@ -238,15 +216,6 @@ def across_nodes(config: EngineConfig) -> RemoteExecutor:
         launch=_Nodes(config, address),
         meeting=f"tcp://{address}:{_free_port(address)}",
     )
-
-
-def _address_of(host: str) -> str:
-    try:
-        return resolve_address(host)
-    except OSError as wrong:
-        raise ConfigError(
-            f"master_addr {host!r} has no IPv4 address: {wrong.strerror}", param="master_addr", value=host
-        ) from None
 
 
 def _free_port(address: str) -> int:
@@ -266,16 +235,16 @@ def _free_port(address: str) -> int:
 def run_node(config: EngineConfig) -> None:
     """A node without an engine, until that ends: returns if it was shut down. EngineDeadError: it did not end well."""
     parallel = config.parallel_config
-    address = _address_of(parallel.master_addr)
+    address = address_of(parallel.master_addr, "master_addr")
     patience = float(env.ENGINE_START_TIMEOUT_S.get())
     where = f"{parallel.master_addr}:{parallel.master_port}"
     log.info("Node %d of %d: joining %s", parallel.node_rank, parallel.nnodes, where)
     try:
-        key, limit = node_key(), env.NODE_TIMEOUT_S.get()
-        lifeline = call(address, parallel.master_port, key, limit=limit, patience=patience)
+        limit = env.NODE_TIMEOUT_S.get()
+        lifeline = call(address, parallel.master_port, _key(), limit=limit, patience=patience)
     except LostError as lost:
         raise EngineDeadError(f"node {parallel.node_rank} could not join {where}: {lost}") from None
-    stop = _stop_at_signals(lifeline)
+    stop = close_at_signals(lifeline)
     try:
         lifeline.send(_encode(NodeHello(parallel.node_rank, parallel.nnodes)))
         boot = _TO.decode(lifeline.receive())
@@ -288,19 +257,6 @@ def run_node(config: EngineConfig) -> None:
             raise EngineDeadError(f"node 0 ({where}) is lost: {lost}") from None
     finally:
         lifeline.close()
-
-
-def _stop_at_signals(lifeline: Lifeline) -> threading.Event:
-    stop = threading.Event()
-
-    def leave(number: int, frame: object) -> None:
-        stop.set()
-        lifeline.close()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, leave)
-    return stop
 
 
 def _serve(lifeline: Lifeline, boot: NodeBoot, config: EngineConfig, leader: str) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from quire.base.registry import Registry
 from quire.hf_models.foreign import class_of, config_of, default_dtype, quiet
 from quire.hf_models.vision_blocks import fuse_blocks
 from quire.ops.attention import packed_attention
@@ -38,6 +39,8 @@ _CODES = (
 )  # ends of names of quantized weights
 
 
+# classes of the encoders alone, where that of the whole cannot be made
+_OWN = Registry("encoder", {"Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers"})
 # arrays whose names differ between processors and encoders, or between encoders of different transformers
 _ARGUMENTS = dict.fromkeys(("image_patches", "pixel_values_images", "pixel_values_videos"), "pixel_values")
 
@@ -128,6 +131,29 @@ def _ovis2(model: Any, pixel_values: Tensor, grids: Tensor) -> Tensor:
     return torch.cat([*(parts[:-1] if rows * columns > 1 else parts), end])
 
 
+def _molmo2(model: Any, pixel_values: Tensor, token_ids: Tensor, image_token_pooling: Tensor,
+            image_grids: Tensor) -> Tensor:  # fmt: skip
+    """Vectors are added to the embedding of their token; marks have theirs."""
+    first, table = model.config.text_config.vocab_size, model.marks
+    if not bool(((token_ids >= first) & (token_ids < first + table.num_embeddings)).all()):
+        raise ValueError(f"an item has tokens other than the {table.num_embeddings} from {first} on")
+    (features,) = model.get_image_features(pixel_values, image_token_pooling, image_grids).pooler_output
+    is_patch = token_ids == model.config.image_patch_id
+    if int(is_patch.sum()) != len(features):
+        raise ValueError(f"{int(is_patch.sum())} tokens of patches for {len(features)} vectors")
+    vectors: Tensor = table(token_ids - first)
+    vectors[is_patch] += features
+    return vectors
+
+
+def _molmo2_video(model: Any, pixel_values_videos: Tensor, token_ids: Tensor, video_token_pooling: Tensor,
+                  video_grids: Tensor) -> Tensor:  # fmt: skip
+    """Its frames are images of one crop each."""
+    frames, rows, columns = (int(size) for size in video_grids[0])
+    grids = torch.tensor([[frames * rows, columns, 0, 0]], device=video_grids.device)
+    return _molmo2(model, pixel_values_videos, token_ids, video_token_pooling, grids)
+
+
 def _frames(model: Any, pixel_values: Tensor) -> Tensor:
     """Frames of a video are images."""
     return _vectors(model.get_image_features(pixel_values=pixel_values))
@@ -176,6 +202,7 @@ _ADDED: dict[str, dict[str, Callable[..., Tensor]]] = {
     "GraniteSpeechModel": {"get_audio_features": _granite_speech},
     "Ovis2Model": {"get_image_features": _ovis2},
     "PerceptionLMModel": {"get_video_features": _frames},
+    "Molmo2Model": {"get_image_features": _molmo2, "get_video_features": _molmo2_video},
     "InternVLModel": {"get_video_features": _frames},
     "Phi4MultimodalModel": {"get_image_features": _phi4_image, "get_audio_features": _phi4_audio},
 }
@@ -210,7 +237,8 @@ def load_tower(
 ) -> Tower:
     """`is_dummy`: the weights are random."""
     config = config_of(raw, path, False)
-    kind = class_of(raw, config, path, False)
+    own = next((name for name in raw.get("architectures") or () if name in _OWN), None)
+    kind = class_of(raw, config, path, False) if own is None else _OWN.get(own)
     _without_layers(config)
     _without_quantization(config)
     if is_dummy:
@@ -218,12 +246,13 @@ def load_tower(
             module: nn.Module = kind(config)
     else:
         module = _read(kind, config, path, dtype, safetensors)
+    _keep_marks(module)
     _drop_language(module)
     module = module.eval().requires_grad_(False).to(device)
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
         attend_packed(module)
         fuse_blocks(module, Kernels.here(device))
-    return Tower(kind.__name__, module, dtype)
+    return Tower(own or kind.__name__, module, dtype)
 
 
 def _attend(
@@ -311,6 +340,21 @@ def _read(
 
 def _is_language(name: str) -> bool:
     return any(part in _LANGUAGE for part in name.split("."))
+
+
+def _keep_marks(module: nn.Module) -> None:
+    """Of the language model's embedding, the rows of tokens that stand in an item: all beyond its vocabulary."""
+    for owner in list(module.modules()):
+        if type(owner).__name__ == "Molmo2Model":
+            model: Any = owner
+            first = model.config.text_config.vocab_size
+            if model.config.image_patch_id < first:
+                raise NotBuiltError(
+                    f"image_patch_id = {model.config.image_patch_id} lies within the vocabulary of {first} tokens",
+                    param="model",
+                )
+            rows = model.language_model.embed_tokens.weight.detach()[first:].clone()
+            model.marks = nn.Embedding.from_pretrained(rows)
 
 
 def _drop_language(module: nn.Module) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from quire.layers.batch import Batch, LayerCache
+from quire.layers.batch import Batch, LayerCache, LentKV
 from quire.layers.linear import Linear
 from quire.layers.norm import RMS, Norm, NormKind, norm_of
 from quire.layers.rope import Rope, RotaryTables
@@ -42,6 +42,8 @@ class AttentionKind:
     qk_norm: str = ""  # head (one weight for all heads) | each (one per head) | full (over all heads at once)
     qk_norm_kind: NormKind = RMS
     qk_norm_late: bool = False  # queries and keys are normalised once rotated
+    v_norm: bool = False  # values are normalised per head, without a weight
+    lends: bool = False  # later layers read its keys and values: see BorrowingAttention
     qkv_clip: float = 0.0
     gated: bool = False  # the output is multiplied by sigmoid(gate), one gate per entry; q_proj is [gate | q]
     gate_name: str = ""  # the gate is a projection of this name instead
@@ -103,10 +105,13 @@ class Attention(KVLayer):
         self.o = Linear(prefix, own.times(size), {"o_proj": out_width or width}, storage, bias=kind.o_bias)
         self.q_norm = self._norm("q_norm", own, storage)
         self.k_norm = self._norm("k_norm", own_kv, storage)
+        bare = replace(kind.qk_norm_kind, weight=False, bias=False, plus_one=False)
+        self.v_norm = Norm(f"{prefix}v_norm", (size,), bare, storage) if kind.v_norm else None
         plain_norms = not kind.qk_norm or (
             kind.qk_norm != "full" and kind.qk_norm_kind.kind == "rms" and not kind.qk_norm_kind.bias
         )
-        self.fusable = plain_norms and not (kind.qkv_clip or kind.grow[0] or kind.qk_norm_late)  # see `prep`
+        apart = kind.v_norm or kind.lends
+        self.fusable = plain_norms and not (apart or kind.qkv_clip or kind.grow[0] or kind.qk_norm_late)  # see `prep`
         norm = replace(kind.qk_norm_kind, bias=False)
         self.out_norm = norm_of(prefix + kind.out_norm, own.times(size), norm, storage) if kind.out_norm else None
         self._logarithm, self._sigmoid = storage.of(logarithm), storage.of(sigmoid)
@@ -148,6 +153,9 @@ class Attention(KVLayer):
         else:
             assert not isinstance(qkv, PartialSums)
             q, k, v = self._project(qkv, turn)
+            v = v if self.v_norm is None else self.v_norm(v.contiguous())
+            if kind.lends and batch.lent is not None:
+                batch.lent[self.layer] = LentKV(k, v, self.cache, self.group)
             if kind.grow[0]:
                 beta, length, shift = kind.grow
                 steps = torch.floor((batch.positions + shift) / length)
@@ -201,6 +209,32 @@ class Attention(KVLayer):
     def use_scores(self, scores: Tensor) -> None:
         """Learned scores by distance, of all heads."""
         self.alibi = scores[self._own.start : self._own.start + self._own.count]
+
+
+class BorrowingAttention(nn.Module):
+    """Queries of its own over keys and values of a layer before: it keeps none."""
+
+    def __init__(
+        self, prefix: str, width: int, kind: AttentionKind, rope: Rope | None, storage: Storage, *, lender: str
+    ) -> None:
+        super().__init__()
+        own = storage.group.span("heads", kind.heads)
+        size = kind.head_dim
+        self.kind, self.rope, self.lender = replace(kind, heads=own.count), rope, f"{lender}attn"
+        self.q = Linear(prefix, width, {"q_proj": own.times(size)}, storage, bias=kind.qkv_bias)
+        self.o = Linear(prefix, own.times(size), {"o_proj": width}, storage, bias=kind.o_bias)
+        self.q_norm = Norm(f"{prefix}q_norm", (size,), kind.qk_norm_kind, storage) if kind.qk_norm else None
+
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
+        kind = self.kind
+        assert batch.lent is not None
+        k, v, cache, group = batch.lent[self.lender]
+        q = self.q(x).view(len(x), kind.heads, kind.head_dim)
+        q = q if self.q_norm is None else self.q_norm(q)
+        if self.rope is not None and turn is not None:
+            q = self.rope.turn(q, turn)
+        out = batch.plans[group].run(q, k, v, cache, scale=kind.scale, softcap=kind.softcap)
+        return self.o(out.reshape(len(x), -1))
 
 
 def own_heads(kind: AttentionKind, group: ShardGroup) -> tuple[Span, Span]:

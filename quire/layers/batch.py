@@ -92,6 +92,7 @@ class BothWays(NamedTuple):
     first: int
     last: int  # exclusive
     past_window: bool = False  # a window hides nothing of the range
+    later: tuple[tuple[int, int], ...] = ()  # [first, last) of further positions behind, which these read too
 
 
 class GroupStep(NamedTuple):
@@ -126,6 +127,15 @@ class GivenVectors(NamedTuple):
     vectors: Tensor  # [G, width of the embedding, and what layers add later behind it]
 
 
+class LentKV(NamedTuple):
+    """A layer's keys and values of a step, [T, Hkv, D] each, and where those of earlier steps are."""
+
+    k: Tensor
+    v: Tensor
+    cache: LayerCache | None
+    group: int
+
+
 @dataclass
 class Batch:
     """One step for the model. `logit_index` names the tokens whose hidden state is sampled, any number of each row.
@@ -141,6 +151,8 @@ class Batch:
     num_tokens: int
     steps: Sequence[GroupStep] = ()  # what the plans were made from, for models that cannot use them
     embedded: Tensor | None = None  # [T, width] the tokens' embeddings, for models whose layers read them again
+    layer_inputs: Tensor | None = None  # [T, layers, width] vectors that each layer gets for a token (layers/altup.py)
+    lent: dict[str, LentKV] | None = None  # keys and values of this step that later layers read; None: none do
     encoded: Tensor | None = None  # [S, width] encoder outputs of rows that begin in this step, in the order of rows
     stream: Tensor | None = None  # [T, stream_width] from the stage before; None: the model's first layers are here
     input_vectors: GivenVectors | None = None  # put over the token embeddings before anything reads them

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.stored import MatrixLayer
-from quire.quant.scheme import MatrixShape, Slot, Storage, StoredMatrix
+from quire.quant.scheme import MatrixShape, PieceTarget, Slot, Storage, StoredMatrix, TwoPieces
 from quire.quant.shard import Span, cut_to
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ class Embedding(MatrixLayer):
     def __init__(
         self, name: str, rows: int, width: int, storage: Storage, *, scale: float = 1.0, offset: int = 0,
         is_cut: bool = False,  # whether ranks share the rows
+        in_two: bool = False,  # whether a checkpoint may have the first rows and the others as two tensors
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.offset = name, offset
+        self.name, self.offset, self._in_two = name, offset, in_two
         self.rows = storage.group.uneven_span(rows) if is_cut else Span.all(rows)
         self.hold(storage.schemes.of_matrix(name).create(MatrixShape({"": self.rows}, Span.all(width))))
         self.scale = float(torch.tensor(scale, dtype=storage.dtype))  # rounded first, as transformers does
@@ -48,7 +49,13 @@ class Embedding(MatrixLayer):
 
     def slots(self) -> Iterator[Slot]:
         for slot in self.stored.slots(("",)):
-            yield Slot(f"{self.name}.{slot.leaf}", slot.target, cut=slot.cut)
+            name = f"{self.name}.{slot.leaf}"
+            if not self._in_two or slot.target is None or slot.leaf != "weight":
+                yield Slot(name, slot.target, cut=slot.cut)
+                continue
+            parts, pieces = (f"{self.name}.first", f"{self.name}.others"), TwoPieces(slot.target, slot.cut)
+            yield from (Slot(part, PieceTarget(pieces, index)) for index, part in enumerate(parts))
+            yield Slot(name, slot.target, parts, slot.cut)
 
 
 def _own_rows(stored: StoredMatrix, rows: Span, index: Tensor) -> Tensor:

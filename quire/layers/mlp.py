@@ -82,6 +82,32 @@ class NormedMlp(Mlp):
         return self.down(self.norm(self._act(self.up(x))))
 
 
+class SparseMlp(Mlp):
+    """Gates below a quantile, as that of a normal distribution with their mean and deviation, are cut to zero."""
+
+    def __init__(self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, sparsity: float,
+                 bias: bool = False) -> None:  # fmt: skip
+        from quire.ops.streams import root, row_mean  # lazy
+
+        super().__init__(prefix, width, ffn, storage, act=act, bias=bias)
+        self.joins = False
+        self._deviations = float(torch.special.ndtri(torch.tensor(sparsity, dtype=torch.float64, device="cpu")))
+        self._row_mean, self._root = storage.of(row_mean), storage.of(root)
+        self._reduce = storage.group.sum_over(self.own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        wide = gate.float()
+        apart = wide - self._mean(wide)
+        cut = (apart - self._root(self._mean(apart.square())) * self._deviations).clamp(min=0.0)
+        return self.down(self._act(torch.cat((cut.to(x.dtype), up), -1)))
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over the entries of all ranks: [T, 1]."""
+        mean = self._row_mean(x)
+        return mean if self._reduce is None else self._reduce(mean * (self.own.count / self.own.whole))
+
+
 class XieluMlp(Mlp):
     """No gate; an activation whose two slopes are learned, layer by layer: see ops/act.py."""
 

@@ -119,7 +119,8 @@ class WeightTable:
         source: Tensor | CodedMatrix,
         send: Send | None,
     ) -> None:
-        expected = tuple(target.shape) if slot.cut is None else slot.cut.uncut(target.shape)
+        shape = tuple(target.shape) if isinstance(target, Tensor) else target.expected(source.shape)
+        expected = shape if slot.cut is None else slot.cut.uncut(shape)
         if source.shape != expected:
             raise CheckpointError(
                 f"tensor {name!r} has shape {list(source.shape)} in the checkpoint, but the model's config asks for "

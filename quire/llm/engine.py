@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from quire.observe.metrics import Metrics, check_buckets
 from quire.observe.reader import Metric
 from quire.observe.tracers import make_tracer
 from quire.observe.tracing import Tracer
-from quire.schema.errors import ConfigError, EngineDeadError, InputError
+from quire.schema.errors import ConfigError, EngineDeadError, InputError, message_of
 from quire.schema.messages import Outputs
 from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams
@@ -64,7 +64,9 @@ class Front:
                 self.ready = self.client.wait_ready()
                 self.tokenizer = loading.result()
             self.inputs = InputProcessor(config, self.tokenizer, self.ready)
-        except BaseException:
+        except BaseException as failed:
+            if isinstance(self.client, PlacingClient) and isinstance(failed, Exception):
+                self.client.begin_close(f"it could not start: {message_of(failed)}")
             self.client.close()
             raise
         self._placing = self.client if isinstance(self.client, PlacingClient) else None
@@ -119,6 +121,12 @@ class Front:
     ) -> PreparedRequest:
         """Check and tokenize; nothing is in flight yet."""
         return self.inputs.process(request_id, prompt, params, options)
+
+    def prepare_pooled(
+        self, named: Sequence[tuple[str, object]], params: PoolingParams, options: Options
+    ) -> list[PreparedRequest]:
+        """The same of several prompts, each with its request's id, that have the same parameters."""
+        return self.inputs.process_pooled(named, params, options)
 
     def submit(self, requests: Iterable[PreparedRequest]) -> None:
         """All of them, or none if one is refused."""

@@ -1,8 +1,8 @@
 """LLM: many prompts in, their answers out, in order. The engine runs in this process by default.
 
 In: prompts, conversations, parameters. Out: lists of RequestOutput (or BeamSearchOutput). Either every prompt of a
-call is taken or, when one is refused, none: of prompts with media, which run as soon as those are processed, the ones
-before are aborted. Whatever interrupts a call leaves the engine ready for the next one.
+call is taken or, when one is refused, none: where prompts run while later ones are read (those with media, and texts
+that are pooled), the ones before are aborted. Whatever interrupts a call leaves the engine ready for the next one.
 Must not know: how a request is run.
 """
 
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -218,8 +218,15 @@ class LLM:
     def _prepare(self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
-    def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm, coming: _PromptsAhead | None = None) -> list[Any]:
-        """Turn the engine until all of these have ended; results of the requested kind."""
+    def _run(
+        self,
+        requests: list[PreparedRequest],
+        use_tqdm: Tqdm,
+        coming: RequestsAhead | None = None,
+        made: Callable[[Any], Any] | None = None,
+    ) -> list[Any]:
+        """Turn the engine until all of these, and of `coming`, have ended; results of the requested kind, or what
+        `made` makes of each, while a device computes the next."""
         engine, results = self.llm_engine, dict[str, Any]()
         mine = {one.request_id for one in requests}
         engine.add(requests)
@@ -230,14 +237,14 @@ class LLM:
                 bar = Progress.make(use_tqdm, total=total, words="Processed prompts")
             while len(results) < total:
                 if coming is not None and (new := coming.take(len(requests) - len(results))):
+                    mine |= {one.request_id for one in new}  # first: whatever happens, they are aborted
                     engine.add(new)
                     requests += new
-                    mine |= {one.request_id for one in new}
-                for result in engine.step():
-                    if result.finished and result.request_id in mine:
-                        results[result.request_id] = result
-                        if bar is not None:
-                            bar.advance(result)
+                done = [one for one in engine.step() if one.finished and one.request_id in mine]
+                for result in done:
+                    results[result.request_id] = result if made is None else made(result)
+                if bar is not None:
+                    bar.advance(done)
         except BaseException:
             engine.abort_request(mine - results.keys())
             raise
@@ -383,6 +390,16 @@ class LLM:
         return self._pooling.score(
             data_1, data_2, pooling_params, use_tqdm, options, truncate_prompt_tokens, chat_template
         )
+
+
+class RequestsAhead(Protocol):
+    """Requests of a call that are not all prepared yet."""
+
+    @property
+    def total(self) -> int: ...
+
+    def take(self, num_running: int) -> list[PreparedRequest]:
+        """Those that should run from now on, besides so many that do; where none runs, one at least, if any is left."""
 
 
 class _PromptsAhead(NamedTuple):

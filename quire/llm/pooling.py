@@ -7,7 +7,9 @@ request is run (LLM does), HTTP.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 
@@ -32,6 +34,7 @@ from quire.schema.step import Pooled
 
 if TYPE_CHECKING:
     from quire.engine.inputs import PreparedRequest
+    from quire.llm.engine import Front
     from quire.llm.offline import LLM
 
 Params = PoolingParams | Sequence[PoolingParams] | None
@@ -41,23 +44,29 @@ Result = PoolingRequestOutput[PoolingOutput]
 class PoolingCalls:
     """The calls of an LLM of a pooling model."""
 
-    def __init__(self, llm: LLM, run: Callable[[list[PreparedRequest], Any], list[Any]]) -> None:
+    def __init__(self, llm: LLM, run: Callable[..., list[Any]]) -> None:
         self._front, self._run = llm.llm_engine.front, run
         self._pooling = self._front.inputs.pooling  # an InputError where the model generates
         self._ids = llm.request_ids
+        config = llm.llm_engine.vllm_config
+        step, parallel = config.scheduler_config, config.parallel_config
+        at_once = parallel.data_parallel_size * parallel.pipeline_parallel_size  # steps
+        self._step = at_once * step.max_num_seqs, at_once * step.max_num_batched_tokens
 
     def pool(
         self, prompts: Sequence[Any], params: Params, task: str | None, use_tqdm: Any, options: Options,
-        keep: int | None = None,
-    ) -> list[Result]:  # fmt: skip
-        """One result per prompt, as the worker made it."""
+        keep: int | None = None, made: Callable[[Result], Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """One result per prompt, as the worker made it, or what `made` makes of it."""
         each = self._params(params, len(prompts), task, keep)
-        with no_collections():  # what is made stays until the call ends
-            requests = [self._prepare(prompt, one, options) for prompt, one in zip(prompts, each, strict=True)]
-            return self._run(requests, use_tqdm)
+        return self._run_all([str(next(self._ids)) for _ in prompts], prompts, each, use_tqdm, options, made)
 
-    def _prepare(self, prompt: Any, params: PoolingParams, options: Options) -> PreparedRequest:
-        return self._front.prepare(str(next(self._ids)), prompt, params, options)
+    def _run_all(
+        self, ids: Sequence[str], prompts: Sequence[Any], params: Sequence[PoolingParams], use_tqdm: Any,
+        options: Options, made: Callable[[Result], Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        with no_collections(), TextsAhead(self._front, ids, prompts, params, options, self._step) as coming:
+            return self._run([], use_tqdm, coming, made)  # what is made stays until the call ends
 
     def _params(self, params: Params, count: int, task: str | None, keep: int | None) -> list[PoolingParams]:
         if params is None or isinstance(params, PoolingParams):
@@ -86,38 +95,33 @@ class PoolingCalls:
         self, prompts: Sequence[Any], params: Params, task: str | None, use_tqdm: Any, options: Options,
         keep: int | None,
     ) -> list[Result]:  # fmt: skip
-        return [as_tensor(result) for result in self.pool(prompts, params, task, use_tqdm, options, keep)]
+        return self.pool(prompts, params, task, use_tqdm, options, keep, as_tensor)
 
     def classify(
         self, prompts: Sequence[Any], params: Params, use_tqdm: Any, options: Options, keep: int | None
     ) -> list[ClassificationRequestOutput]:
-        return [as_classes(result) for result in self.pool(prompts, params, "classify", use_tqdm, options, keep)]
+        return self.pool(prompts, params, "classify", use_tqdm, options, keep, as_classes)
 
     def embed(
         self, prompts: Sequence[Any], params: Params, use_tqdm: Any, options: Options, keep: int | None
     ) -> list[EmbeddingRequestOutput]:
-        with no_collections():
-            return [as_embedding(result) for result in self._embed(prompts, params, use_tqdm, options, keep)]
-
-    def _embed(
-        self, prompts: Sequence[Any], params: Params, use_tqdm: Any, options: Options, keep: int | None
-    ) -> list[Result]:
         """Inputs longer than the model takes are embedded in parts, where the configuration allows it."""
         pooling = self._pooling
         if not pooling.pooler.enable_chunked_processing or keep is not None:
-            return self.pool(prompts, params, "embed", use_tqdm, options, keep)
+            return self.pool(prompts, params, "embed", use_tqdm, options, keep, as_embedding)
         each = [pooling.resolve(one) for one in self._params(params, len(prompts), "embed", None)]
-        groups = []
-        for prompt in prompts:
-            ids, _ = pooling.token_ids(Prompt.of(prompt), None, options.tokenization_kwargs or {})
-            groups.append(pooling.parts(ids))
-        requests = [
-            self._prepare(list(part), whole_params(one, len(parts)), options)
+        kwargs = options.tokenization_kwargs or {}
+        read = pooling.tokenized([Prompt.of(prompt) for prompt in prompts], kwargs, is_cut=False)
+        groups = [pooling.parts(pooling.token_ids(prompt, None, kwargs)[0]) for prompt in read]
+        all_parts = [(part, whole_params(one, len(parts)))
+                     for parts, one in zip(groups, each, strict=True) for part in parts]  # fmt: skip
+        ids = [str(next(self._ids)) for _ in all_parts]
+        results = iter(self._run_all(ids, [part for part, _ in all_parts], [one for _, one in all_parts],
+                                     use_tqdm, options))  # fmt: skip
+        return [
+            as_embedding(joined([next(results) for _ in parts], parts, one))
             for parts, one in zip(groups, each, strict=True)
-            for part in parts
         ]
-        results = iter(self._run(requests, use_tqdm))
-        return [joined([next(results) for _ in parts], parts, one) for parts, one in zip(groups, each, strict=True)]
 
     def score(
         self, data_1: Any, data_2: Any, params: PoolingParams | None, use_tqdm: Any, options: Options,
@@ -142,6 +146,83 @@ class PoolingCalls:
             both = one.prompt_token_ids + other.prompt_token_ids
             scores.append(scored(one, value, both, one.num_cached_tokens + other.num_cached_tokens))
         return scores
+
+
+class TextsAhead:
+    """The prompts of a call as requests, prepared as the engine gets to them: while a device computes a step, the next
+    ones are read, and texts after these are tokenized in a thread."""
+
+    CHUNK = 128  # prompts that are prepared together
+
+    def __init__(
+        self, front: Front, ids: Sequence[str], prompts: Sequence[Any], params: Sequence[PoolingParams],
+        options: Options, step: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """`step`: requests and tokens that a step holds at most."""
+        self.total = len(prompts)
+        self._front, self._options, self._step = front, options, step
+        self._left = iter([
+            _Chunk(ids[at : at + self.CHUNK], prompts[at : at + self.CHUNK], params[at : at + self.CHUNK])
+            for at in range(0, len(prompts), self.CHUNK)
+        ])  # fmt: skip
+        self._tokenized = front.inputs.pooling.tokenized
+        self._num_ready = self._num_tokens = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts ahead") if self.total > self.CHUNK else None
+        self._next = self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def take(self, num_running: int) -> list[PreparedRequest]:
+        """As much as fills a step, besides those that the engine may have under way."""
+        new: list[PreparedRequest] = []
+        steps = 1 if num_running == 0 else 3
+        while self._next is not None and not self._fills(num_running + len(new), steps):
+            new += self._prepare(self._next)
+            self._next = self._begin()
+        return new
+
+    def _fills(self, count: int, steps: int) -> bool:
+        tokens = count * self._num_tokens / max(1, self._num_ready)  # by the length of those before
+        return count >= steps * self._step[0] or tokens >= steps * self._step[1]
+
+    def _begin(self) -> _Chunk | None:
+        """The next ones; texts among them are being tokenized."""
+        chunk = next(self._left, None)
+        if chunk is None or self._thread is None:
+            return chunk
+        prompts = [Prompt.of(prompt) for prompt in chunk.prompts]
+        if any(prompt.has_media or prompt.embeds is not None for prompt in prompts):  # refused in their turn
+            return chunk
+        if all(prompt.token_ids is not None for prompt in prompts):
+            return chunk._replace(prompts=prompts)
+        kwargs = self._options.tokenization_kwargs or {}
+        is_cut = bool(kwargs) or any(one.truncate_prompt_tokens is not None for one in chunk.params)
+        return chunk._replace(tokenizing=self._thread.submit(self._tokenized, prompts, kwargs, is_cut=is_cut))
+
+    def _prepare(self, chunk: _Chunk) -> list[PreparedRequest]:
+        prompts = chunk.prompts if chunk.tokenizing is None else chunk.tokenizing.result()
+        named = list(zip(chunk.ids, prompts, strict=True))
+        ready: list[PreparedRequest] = []
+        for _, alike in groupby(range(len(named)), lambda index: id(chunk.params[index])):
+            of_one = list(alike)
+            ready += self._front.prepare_pooled(
+                named[of_one[0] : of_one[-1] + 1], chunk.params[of_one[0]], self._options
+            )
+        self._num_ready += len(ready)
+        self._num_tokens += sum(len(one.token_ids) for one in ready)
+        return ready
+
+
+class _Chunk(NamedTuple):
+    ids: Sequence[str]
+    prompts: Sequence[Any]
+    params: Sequence[PoolingParams]
+    tokenizing: Future[list[Prompt]] | None = None  # the prompts with token ids
 
 
 def whole_params(params: PoolingParams, num_parts: int) -> PoolingParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.base import registry
@@ -29,19 +29,20 @@ class Progress:
         build = registry.load(TQDM) if use_tqdm is True else use_tqdm
         return cls(build(total=total, desc=words, dynamic_ncols=True, postfix=_speed(0.0, 0.0)))
 
-    def advance(self, result: RequestOutput | PoolingRequestOutput[PoolingOutput] | None = None) -> None:
-        """One more prompt is done."""
-        if self._bar is None:
+    def advance(self, results: Sequence[RequestOutput | PoolingRequestOutput[PoolingOutput] | None] = (None,)) -> None:
+        """So many more prompts are done; None: nothing is known of its tokens."""
+        if self._bar is None or not results:
             return
-        if isinstance(result, PoolingRequestOutput):
-            self._num_in += len(result.prompt_token_ids)
-            self._bar.postfix = _speed(self._num_in / max(now() - self._began, 1e-9), 0.0)
-        elif result is not None:
-            self._num_in += len(result.prompt_token_ids or ()) * len(result.outputs)
-            self._num_out += sum(len(output.token_ids) for output in result.outputs)
+        for result in results:
+            if isinstance(result, PoolingRequestOutput):
+                self._num_in += len(result.prompt_token_ids)
+            elif result is not None:
+                self._num_in += len(result.prompt_token_ids or ()) * len(result.outputs)
+                self._num_out += sum(len(output.token_ids) for output in result.outputs)
+        if results[-1] is not None:
             seconds = max(now() - self._began, 1e-9)
             self._bar.postfix = _speed(self._num_in / seconds, self._num_out / seconds)
-        self._bar.update(1)
+        self._bar.update(len(results))
 
     def close(self) -> None:
         if self._bar is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from quire.checkpoint.sentence import SentenceFiles
+from quire.checkpoint.weight_files import find_weights
 from quire.config.model import ModelConfig
 from quire.config.pooling import (
     classifier_method,
@@ -19,7 +20,7 @@ from quire.config.pooling import (
     term_stem,
 )
 from quire.loader.by_layer import check_complete
-from quire.loader.files import find_weights, read_weights
+from quire.loader.files import read_weights
 from quire.models.heads import HeadDense, HeadLayer, PoolingHead
 from quire.models.pooled import PoolingKind
 from quire.quant.scheme import Slot

@@ -12,7 +12,8 @@ import math
 import re
 from typing import NamedTuple
 
-from quire.loader.files import WeightFiles, read_some
+from quire.checkpoint.weight_files import WeightFiles
+from quire.loader.files import read_some
 from quire.schema.errors import CheckpointError
 
 _ANY = re.compile(  # whatever belongs to a quantized cache, scales of queries and of attention weights among it

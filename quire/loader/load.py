@@ -24,11 +24,12 @@ from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.progress import progress
 from quire.checkpoint.quantization import PICKLED, read_quantization
+from quire.checkpoint.weight_files import WeightFiles, find_sharded, find_weights, pattern_of
 from quire.config.engine import EngineConfig, replace
 from quire.layers.stored import reopen_matrices
 from quire.layers.table import WeightTable
 from quire.loader.by_layer import check_complete
-from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_metadata, read_weights
+from quire.loader.files import WeightPiece, read_directory, read_metadata, read_weights
 from quire.loader.gguf_file import pieces_of
 from quire.loader.packed_cache import packed_cache_for
 from quire.loader.to_device import Sender
@@ -156,7 +157,7 @@ def make_seq2seq(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALO
         about.hf_config,
         dtype=getattr(torch, about.dtype),
         max_model_len=about.max_model_len,
-        storage=storage_for(config, kernels, group),
+        storage=storage_for(config, kernels, group, whole_texts=True),
     )
     return cast(Model, model)  # whose `arch` has two parts
 
@@ -356,8 +357,6 @@ def cache_scales(config: EngineConfig) -> dict[int, LayerScales]:
 def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles:
     about, how = config.model_config, config.load_config
     if how.load_format == "sharded_state":
-        from quire.loader.sharded import find_sharded, pattern_of  # lazy
-
         return find_sharded(about.path, group.world_rank, pattern_of(how.model_loader_extra_config))
     return find_weights(about.path, how.load_format, how.ignore_patterns)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.checkpoint.media import both_ways_of
+from quire.checkpoint.weight_files import find_weights
 from quire.layers.vector_places import runs_of_vectors
-from quire.loader.files import find_weights
 from quire.models.build import read_arch
 from quire.models.mrope import VisionGrid, mrope
 from quire.ops.op import Kernels

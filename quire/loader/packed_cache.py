@@ -37,9 +37,9 @@ from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.mapped import MappedFile
 from quire.base.progress import progress
+from quire.checkpoint.weight_files import WeightFiles
 from quire.config.engine import EngineConfig
 from quire.layers.stored import packed_matrices
-from quire.loader.files import WeightFiles
 from quire.loader.gguf_file import pieces_of
 from quire.loader.raw import as_bytes
 from quire.ops.cpu.native import checksum, kernels

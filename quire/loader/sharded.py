@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 
 from quire.base.log import logger
-from quire.loader.files import WeightFiles
+from quire.checkpoint.weight_files import DEFAULT_PATTERN
 from quire.models.build import Model
 from quire.schema.errors import CheckpointError, InputError, some
 
-DEFAULT_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 DEFAULT_SIZE = 5 << 30  # bytes of one file
 _log = logger(__name__)
 _DTYPES = {
@@ -55,10 +53,6 @@ def weights_of(model: Model) -> dict[str, Tensor]:
             seen.add(place)
             tensors[name] = tensor.detach()
     return tensors
-
-
-def pattern_of(extra: Mapping[str, Any]) -> str:
-    return str(extra.get("pattern") or DEFAULT_PATTERN)
 
 
 def save(model: Model, path: str, rank: int, pattern: str | None = None, max_size: int | None = None) -> list[str]:
@@ -105,20 +99,6 @@ def write_safetensors(path: str, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             if tensor.numel():
                 tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().tofile(file)
-
-
-def find_sharded(folder: str, rank: int, pattern: str) -> WeightFiles:
-    """A rank's files; all parts from 0 on must be there."""
-    own = re.escape(pattern.replace("{rank}", str(rank))).replace(re.escape("{part}"), r"(\d+)")
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a folder; load_format 'sharded_state' reads a folder")
-    shards = sorted(
-        (int(match[1]), name) for name in os.listdir(folder) if (match := re.fullmatch(own, name)) is not None
-    )
-    if not shards or [number for number, _ in shards] != list(range(len(shards))):
-        there = some(sorted(os.listdir(folder))) or "nothing"
-        raise CheckpointError(f"{folder} lacks files {pattern!r} of rank {rank}, parts from 0 on; it holds {there}")
-    return WeightFiles("safetensors", tuple(os.path.join(folder, name) for _, name in shards), {})
 
 
 class ShardedTable:

@@ -29,6 +29,7 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _HALF = 10  # zero crossings of the resampling filter on either side
 _BETA = 5.0
 _MOST_TAPS = 1 << 22
+_SPARE_ROWS = 16  # a product of matrices may add up its last rows in another order
 _MOST_CHUNKS = 1 << 12  # of a WAV file, before its samples
 
 
@@ -238,15 +239,23 @@ def _read_by_av(data: bytes | memoryview) -> Audio:
 # ---- another rate ---------------------------------------------------------------------------------------------------
 
 
-def resample(audio: Audio, rate: int) -> Samples:
-    """A windowed sinc, in as many phases as the ratio of the rates has."""
-    import numpy as np  # lazy
-
+def resample(audio: Audio, rate: int, most: int | None = None) -> Samples:
+    """A windowed sinc, in as many phases as the ratio of the rates has. `most`: samples of the result; of what follows
+    nothing is computed."""
     if audio.rate == rate:
-        return audio.samples
+        return audio.samples[:most]
     common = math.gcd(audio.rate, rate)
     up, down = rate // common, audio.rate // common
     taps, centre = _taps(up, down)
+    if most is not None:  # with all that its last samples depend on, and some rows of each phase more
+        reach = (most * down + centre) // up + 1 + _SPARE_ROWS * down
+        audio = audio._replace(samples=audio.samples[:reach])
+    return _filtered(audio, up, down, taps, centre)[:most]
+
+
+def _filtered(audio: Audio, up: int, down: int, taps: Any, centre: int) -> Samples:
+    import numpy as np  # lazy
+
     source, num = audio.samples, -(-len(audio.samples) * up // down)
     width = taps.shape[1]
     padded = np.concatenate([np.zeros(width, np.float32), source, np.zeros(width + down, np.float32)])

@@ -19,6 +19,8 @@ from quire.schema.errors import InputError
 class TextEncoder(Protocol):
     """What is used of a tokenizer."""
 
+    special: dict[str, str]  # "bos_token" -> "<s>" and so on
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def token_to_id(self, token: str) -> int | None: ...
@@ -51,6 +53,12 @@ def expand_text(family: Family, text: str, items: Items) -> str:
         return items[modality][used[modality] - 1].text
 
     return re.sub("|".join(map(re.escape, names)), replacement, text)
+
+
+def begun(text: str, tokenizer: TextEncoder) -> str:
+    """With the token that begins a text, or else the one that ends it, unless it begins so."""
+    first = tokenizer.special.get("bos_token") or tokenizer.special.get("eos_token") or ""
+    return text if text.startswith(first) else first + text
 
 
 def expand_ids(family: Family, ids: Sequence[int], items: Items, tokenizer: TextEncoder) -> list[int]:

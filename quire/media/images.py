@@ -40,7 +40,7 @@ _MODES = (
     "F",
 )
 WHITE = (255, 255, 255)
-_LAZY_PIXELS = threading.Lock()
+_LAZY_PIXELS = tuple(threading.Lock() for _ in range(64))
 
 
 def pillow() -> Any:
@@ -94,6 +94,31 @@ def check_size(width: int, height: int) -> None:
         )
 
 
+def check_frames(sizes: Sequence[tuple[int, int]]) -> None:
+    """(height, width) of each frame of a video, once resized: small frames become large ones, and bytes floats."""
+    _check_together(sizes, "frames", "num_frames", "media_io_kwargs")
+
+
+def check_crops(sizes: Sequence[tuple[int, int]], fewer: str) -> None:
+    """(height, width) of each part of an image, which may overlap. `fewer`: the setting that makes them fewer."""
+    _check_together(sizes, "crops", fewer, "mm_processor_kwargs")
+
+
+def _check_together(sizes: Sequence[tuple[int, int]], what: str, fewer: str, param: str) -> None:
+    for height, width in set(sizes):
+        check_size(width, height)
+    limit, total = env.MAX_IMAGE_PIXELS.get(), sum(height * width for height, width in sizes)
+    if total > limit:
+        height, width = max(sizes, key=lambda size: size[0] * size[1])
+        of = "of" if len(set(sizes)) == 1 else "of up to"
+        raise InputError(
+            f"{len(sizes)} {what} {of} {width}x{height} pixels have {total} pixels together; the limit is {limit}: "
+            f"use fewer ({fewer})",
+            param=param,
+            value=total,
+        )
+
+
 def background_of(options: Mapping[str, Any] | None) -> tuple[int, int, int]:
     colour = (options or {}).get("rgba_background_color", WHITE)
     is_list = isinstance(colour, Sequence) and not isinstance(colour, (str, bytes)) and len(colour) == 3
@@ -131,10 +156,15 @@ def read_image(value: Any, options: Mapping[str, Any] | None = None) -> Image:
 def _read_pixels(image: Image) -> None:
     """An opened file is decoded at first use, which must not happen in two threads: prompts may share the image."""
     try:
-        with _LAZY_PIXELS:
+        with _lock_of(image):
             image.load()
     except Exception as wrong:  # noqa: BLE001  the file behind it may be damaged or closed
         raise InputError(f"the image cannot be decoded: {_short(wrong)}", param="multi_modal_data") from None
+
+
+def _lock_of(image: Image) -> threading.Lock:
+    """Always the same one of an image; different images seldom share one."""
+    return _LAZY_PIXELS[hash((id(image),)) % len(_LAZY_PIXELS)]
 
 
 def _of_array(value: Any, options: Mapping[str, Any] | None) -> Image:

@@ -7,6 +7,8 @@ them into a prompt. Owns: limits per prompt, keys, the cache. Must not know: eng
 from __future__ import annotations
 
 import hashlib
+import itertools
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,9 +20,9 @@ import msgspec
 
 from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
-from quire.media.expand import TextEncoder, expand_ids, expand_text, find_places, order_of
+from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of
 from quire.media.families import family_name, make_family
-from quire.media.families.base import BESIDE, Family, ProcessedItem
+from quire.media.families.base import BESIDE, TOKENS, Family, ProcessedItem
 from quire.media.settings import ProcessorFiles
 from quire.media.sources import MediaSources
 from quire.media.workers import MediaWorkers
@@ -38,7 +40,8 @@ _OF_THE_MODEL = frozenset((
     "patch_size", "temporal_patch_size", "merge_size", "spatial_merge_size", "crop_size", "max_image_size",
     "image_grid_pinpoints", "feature_size", "n_fft", "hop_length", "win_length", "chunk_length", "sampling_rate",
     "mel_min_frequency", "mel_max_frequency", "preemphasis", "audio_compression_rate", "audio_downsample_rate",
-    "audio_feat_stride",
+    "audio_feat_stride", "frame_length_ms", "hop_length_ms", "min_frequency", "max_frequency", "mel_floor",
+    "fft_overdrive", "preemphasis_htk_flavor", "input_scale_factor", "dither", "per_bin_mean", "per_bin_stddev",
 ))  # fmt: skip
 
 
@@ -136,7 +139,10 @@ class MediaInputs:
         named = self._uuids(uuids, listed)
         own_settings = _mapping(processor_options, "mm_processor_kwargs")
         _check_request(own_settings)
-        settings = {**(self.options.mm_processor_kwargs or {}), **own_settings}
+        engine_settings = self.options.mm_processor_kwargs or {}
+        for modality in listed:
+            self.family.check_request(modality, own_settings, engine_settings)
+        settings = {**engine_settings, **own_settings}
         io = self._io_options(io_options)
         jobs: list[Callable[[], LoadedItem]] = []
         tally = _Tally(self.max_vectors)
@@ -171,13 +177,19 @@ class MediaInputs:
                     param="multi_modal_data",
                     value=count,
                 )
+        kinds = [modality for modality, count in counts.items() if count]
+        if len(kinds) > 1 and not self.family.mixes_modalities:
+            raise InputError(
+                f"a prompt of this model has items of one modality; this one has {' and '.join(kinds)}",
+                param="multi_modal_data",
+            )
 
     def limit(self, modality: str) -> int:
         if self.options.language_model_only or modality not in self.modalities:
             return 0
         value = self.options.limit_per_prompt.get(modality, DEFAULT_LIMIT)
         count = int(value.get("count", DEFAULT_LIMIT)) if isinstance(value, dict) else value
-        return count if self.family.most_items is None else min(count, self.family.most_items)
+        return min(count, self.family.most_items.get(modality, count))
 
     def _listed(self, media: Mapping[str, Any] | None) -> dict[str, list[Any]]:
         listed: dict[str, list[Any]] = {}
@@ -236,6 +248,8 @@ class MediaInputs:
         order = media.order or order_of(self.family, prompt, items, tokenizer)
         if token_ids is None:
             text = expand_text(self.family, text or "", items)
+            if items and self.family.begins_text:
+                text = begun(text, tokenizer)
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             ids = expand_ids(self.family, token_ids, items, tokenizer)
@@ -250,6 +264,8 @@ class MediaInputs:
             )
             for place in places
         )
+        if self.family.tells_tokens:
+            placed = tuple(_with_tokens(item, ids) for item in placed)
         return Placed(text, tuple(ids), placed, order)
 
     def encoder_item(self, media: LoadedMedia) -> MediaItem:
@@ -273,6 +289,16 @@ class MediaInputs:
 def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mask: bytes) -> MediaItem:
     arrays = _sent(loaded.item) if loaded.sent is None else dict(loaded.sent)
     return MediaItem(modality=modality, key=loaded.key, offset=offset, length=length, arrays=arrays, takes_vector=mask)
+
+
+def _with_tokens(item: MediaItem, ids: Sequence[int]) -> MediaItem:
+    """With the ids of its tokens, which its vectors depend on: a prompt may have come with others."""
+    own = ids[item.offset : item.offset + item.length]
+    tokens = list(itertools.compress(own, item.takes_vector)) if item.takes_vector else own
+    data = struct.pack(f"<{len(tokens)}q", *tokens)
+    key = f"{item.key}-{hashlib.blake2b(data, digest_size=16).hexdigest()}"
+    array = ArrayData(shape=(len(tokens),), dtype="int64", data=data)
+    return msgspec.structs.replace(item, key=key, arrays={**item.arrays, TOKENS: array})
 
 
 def _sent(item: ProcessedItem) -> dict[str, ArrayData]:

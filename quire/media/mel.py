@@ -1,6 +1,7 @@
-"""Log-mel spectrograms as Whisper's feature extractor makes them, and filter banks as Kaldi does.
+"""Log-mel spectrograms as Whisper's feature extractor makes them, filter banks as Kaldi does, and magnitudes as
+those of Universal Speech Models (Gemma 3n).
 
-In: samples at the extractor's rate. Out: float32 (mel bins, frames), of filter banks (frames, bins). Must not know:
+In: samples at the extractor's rate. Out: float32 (mel bins, frames), of the others (frames, bins). Must not know:
 which model reads them.
 """
 
@@ -12,8 +13,27 @@ from functools import lru_cache
 from typing import Any
 
 from quire.media.pixels import Array
+from quire.schema.errors import InputError
 
 _BLOCK = 4096  # frames transformed at once
+MOST_NUMBERS = 1 << 26  # of all transforms of half a minute, and of the filters
+
+
+def check_transforms(frames: int, size: int, bins: int, limit: int = MOST_NUMBERS) -> None:
+    """Numbers of a file say how many frames there are, and how large."""
+    if max(frames * size, frames * bins, bins * size) > limit:
+        raise InputError(
+            f"the feature extractor has up to {frames} frames with transforms of {size} numbers and {bins} bins: the "
+            f"limit of the product of two of them is {limit}"
+        )
+
+
+def _windows(samples: Array, num: int, window: int, hop: int) -> Array:
+    """(num, window) that overlap: nothing is copied."""
+    import numpy as np  # lazy
+
+    (step,) = samples.strides
+    return np.lib.stride_tricks.as_strided(samples, (num, window), (hop * step, step), writeable=False)
 
 
 @dataclass(frozen=True)
@@ -31,8 +51,7 @@ def log_mel(samples: Array, options: MelOptions) -> Array:
     half = options.window // 2
     padded = np.pad(samples.astype(np.float64), half, mode="reflect")
     num = len(samples) // options.hop
-    shape, step = (num, options.window), padded.strides[0]
-    frames = np.lib.stride_tricks.as_strided(padded, shape, (options.hop * step, step), writeable=False)
+    frames = _windows(padded, num, options.window, options.hop)
     window = 0.5 - 0.5 * np.cos(2 * math.pi * np.arange(options.window) / options.window)
     filters = mel_filters(options)
     out = np.empty((options.bins, num), np.float32)
@@ -61,9 +80,7 @@ def log_banks(samples: Array, options: BankOptions) -> Array:
     import numpy as np  # lazy
 
     num = (len(samples) - options.window) // options.hop + 1
-    samples = np.ascontiguousarray(samples, np.float32)
-    shape, step = (num, options.window), samples.strides[0]
-    frames = np.lib.stride_tricks.as_strided(samples, shape, (options.hop * step, step), writeable=False)
+    frames = _windows(np.ascontiguousarray(samples, np.float32), num, options.window, options.hop)
     window = 0.54 - 0.46 * np.cos(2 * math.pi * np.arange(options.window) / (options.window - 1))
     filters = bank_filters(options).astype(np.float32)
     out = np.empty((num, options.bins), np.float32)
@@ -74,6 +91,52 @@ def log_banks(samples: Array, options: BankOptions) -> Array:
         spectrum = np.abs(np.fft.rfft(window * louder, options.size, axis=1).astype(np.complex64))
         out[begin : begin + _BLOCK] = np.log(np.maximum(spectrum**2 @ filters, np.float32(1)))
     return out
+
+
+@dataclass(frozen=True)
+class MagnitudeOptions:
+    bins: int = 128
+    rate: int = 16000
+    window: int = 512
+    hop: int = 160
+    size: int = 1024  # of a transform
+    lowest: float = 125.0  # hertz
+    highest: float = 7600.0
+    emphasis: float = 0.97
+    floor: float = 1e-5  # before the logarithm
+
+
+def log_magnitudes(samples: Array, options: MagnitudeOptions) -> Array:
+    """Of windows that have one sample more behind them; the first sample of a window is louder by itself."""
+    import numpy as np  # lazy
+
+    num = max(0, (len(samples) - options.window - 1) // options.hop + 1)
+    frames = _windows(np.ascontiguousarray(samples, np.float32), num, options.window, options.hop)
+    window = (0.5 * (1 - np.cos(2 * np.pi * np.arange(options.window, dtype=np.float32) / options.window))).astype(
+        np.float32
+    )
+    filters = magnitude_filters(options)
+    out = np.empty((num, options.bins), np.float32)
+    for begin in range(0, num, _BLOCK):
+        here = frames[begin : begin + _BLOCK]
+        first = here[:, :1] * (1.0 - options.emphasis)
+        rest = here[:, 1:] - options.emphasis * here[:, :-1]
+        spectrum = np.abs(np.fft.rfft(np.concatenate([first, rest], axis=1) * window, options.size, axis=1))
+        out[begin : begin + _BLOCK] = np.log(np.maximum(spectrum @ filters, options.floor))
+    return out
+
+
+@lru_cache(maxsize=8)
+def magnitude_filters(options: MagnitudeOptions) -> Any:
+    """Triangles of height 1, straight over frequencies: (frequencies, bins)."""
+    import numpy as np  # lazy
+
+    low, high = (2595.0 * math.log10(1.0 + hertz / 700.0) for hertz in (options.lowest, options.highest))
+    edges = 700.0 * (10 ** (np.linspace(low, high, options.bins + 2) / 2595.0) - 1.0)
+    grid = np.arange(options.size // 2 + 1, dtype=np.float32) * (options.rate / options.size)
+    rising = (grid[:, None] - edges[None, :-2]) / np.diff(edges)[None, :-1]
+    falling = (edges[None, 2:] - grid[:, None]) / np.diff(edges)[None, 1:]
+    return np.maximum(0, np.minimum(rising, falling))
 
 
 @lru_cache(maxsize=8)

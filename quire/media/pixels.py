@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quire.media.images import check_size
+from quire.media.images import check_frames, check_size
 from quire.schema.errors import InputError
 
 MOST_TILES = 1024  # of one image
@@ -33,15 +33,19 @@ class Levels:
     scale: float | None = 1 / 255
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    is_fused: bool = False  # mean and deviation are scaled instead of the byte, as processors of torchvision do
 
     def apply(self, pixels: Array) -> Array:
         """(…, channels, height, width) of bytes -> float32."""
         import numpy as np  # lazy
 
-        levels = np.arange(256, dtype=np.float64) * (1.0 if self.scale is None else self.scale)
+        factor, scale = np.float32(1), 1.0 if self.scale is None else self.scale
+        if self.is_fused and self.mean is not None:
+            factor, scale = np.float32(1.0 / scale), 1.0
+        levels = np.arange(256, dtype=np.float64) * scale
         table = np.repeat(levels.astype(np.float32)[None], 3, axis=0)
         if self.mean is not None and self.std is not None:
-            mean, std = (np.array(values, np.float32)[:, None] for values in (self.mean, self.std))
+            mean, std = (np.array(values, np.float32)[:, None] * factor for values in (self.mean, self.std))
             table = (table - mean) / std
         out = np.empty(pixels.shape, np.float32)
         for channel in range(3):
@@ -60,6 +64,12 @@ def resize(image: Image, size: Size, filter_: int) -> Image:
     height, width = size
     check_size(width, height)
     return image.resize((width, height), filter_)
+
+
+def resized_frames(frames: Sequence[Image], size: Size, filter_: int) -> list[Array]:
+    """Planes of each."""
+    check_frames([size] * len(frames))
+    return [planes(resize(frame, size, filter_)) for frame in frames]
 
 
 def shortest_edge(image: Image, edge: int) -> Size:
@@ -125,6 +135,43 @@ def sampled(levels: Array, size: Size) -> Array:
     for axis, num in ((-2, size[0]), (-1, size[1])):
         levels = _cubic(levels, num, axis)
     return levels
+
+
+def sampled_bytes(pixels: Array, size: Size) -> Array:
+    """(channels, height, width) of bytes at another size, each the mean of the 4 nearest ones by distance: what lies
+    between is not averaged. As torch interpolates floats, with one rounding for a product and the sum with another;
+    then rounded to bytes."""
+    import numpy as np  # lazy
+
+    check_size(size[1], size[0])
+    above, below, by_row = _nearest(pixels.shape[-2], size[0])
+    left, right, by_column = _nearest(pixels.shape[-1], size[1])
+    out = np.empty((*pixels.shape[:-2], *size), np.uint8)
+    for plane, into in zip(pixels, out, strict=True):
+        upper, lower = (_mixed(taken[:, left], taken[:, right], by_column) for taken in (plane[above], plane[below]))
+        into[:] = np.clip(np.rint(_mixed(upper, lower, by_row[:, None])), 0, 255)
+    return out
+
+
+def _mixed(one: Array, other: Array, share: Array) -> Array:
+    """float32 of both, the other with this share."""
+    import numpy as np  # lazy
+
+    rest = (np.float32(1) - share).astype(np.float64)
+    mixed: Array = (one * rest + (other.astype(np.float32) * share)).astype(np.float32)
+    return mixed
+
+
+def _nearest(length: int, num: int) -> tuple[Array, Array, Array]:
+    """Of `num` places along so many pixels: the pixels before and behind each, and how near it is to the latter."""
+    import numpy as np  # lazy
+
+    scale = np.float32(length) / np.float32(num)
+    places = ((np.arange(num) + 0.5) * np.float64(scale) - 0.5).astype(np.float32)
+    places = np.maximum(places, np.float32(0))
+    first = np.minimum(places.astype(np.int64), length - 1)
+    near = np.clip(places - first.astype(np.float32), 0, 1).astype(np.float32)
+    return first, np.minimum(first + 1, length - 1), near
 
 
 def _cubic(levels: Array, num: int, axis: int) -> Array:

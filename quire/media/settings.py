@@ -7,6 +7,7 @@ by name, checked when they are asked for. Must not know: families.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,7 @@ class Settings:
         """With the options of a request."""
         if not options:
             return self
-        unknown = [name for name in options if name not in self.values and name not in self.further]
+        unknown = [name for name in options if not self.knows(name)]
         if unknown:
             known = sorted({*self.values, *self.further})
             raise InputError(
@@ -100,6 +101,10 @@ class Settings:
                 param="mm_processor_kwargs",
             )
         return replace(self, values={**self.values, **{k: v for k, v in options.items() if v is not None}})
+
+    def knows(self, name: str) -> bool:
+        """Whether a request may name it."""
+        return name in self.values or name in self.further
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -119,7 +124,7 @@ class Settings:
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value == value or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise _wrong(name, "a positive number", value)
         return float(value)
 

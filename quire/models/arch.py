@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.layers.kda import KdaKind
 from quire.layers.lightning import LightningKind
@@ -17,6 +17,10 @@ from quire.layers.norm import RMS, NormKind
 from quire.layers.rope import RopeKind
 from quire.layers.shared import SharedKind
 from quire.layers.ssm import DeltaKind, Mamba2Kind, MambaKind, ShortConvKind
+
+if TYPE_CHECKING:
+    from quire.layers.altup import AltUpKind
+    from quire.layers.modality_tokens import ModalityTokensKind
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Layer:
     qk_norm: bool = True  # False: not in this layer, although the others have one
     grow: bool = True  # False: queries of this layer are not scaled by position
     fade: float = 1.0  # factor on the decay rates of a lightning layer's state
+    ffn: int = 0  # entries of this layer's mlp; 0: the model's
+    sparsity: float = 0.0  # share of the mlp's gates that is cut to zero; 0: none
+    kv_from: int = -1  # the layer before whose keys and values this one reads; -1: its own
+    lends: bool = False  # later layers read its keys and values
     joins: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # order kept: factors of stream and attention, of stream and mlp
 
 
@@ -68,6 +76,7 @@ class Arch:
     qk_norm_bias: bool = False
     qk_norm_late: bool = False  # after the rotary embedding
     qk_norm_weight: bool = True
+    v_norm: bool = False  # values are normalised per head, without a weight
     qkv_bias: bool = False
     o_bias: bool = False
     qkv_clip: float = 0.0
@@ -82,6 +91,7 @@ class Arch:
     gate_name: str = ""  # attn_gate: the gate is a projection of this name instead
     inner_norms: tuple[str, str] = ("", "")  # names of the norms before the output projections of attention and mlp
     shared: SharedKind | None = None  # the block that layers of order shared share
+    altup: AltUpKind | None = None  # several streams, for layers of order altup
     state: Mamba2Kind | MambaKind | DeltaKind | ShortConvKind | LightningKind | KdaKind | None = None  # of such layers
     # mlp
     act: str = "silu"
@@ -92,12 +102,14 @@ class Arch:
     # ends
     embed_scale: float = 1.0
     deepstack: int = 0  # after so many first layers, further vectors of media are added to the stream
+    modality_tokens: tuple[ModalityTokensKind, ...] = ()  # ids that are embedded otherwise
     embed_width: int = 0  # width of the token table if it differs; projected in and out
     residual_scale: float = 1.0
     positions: int = 0  # rows of a learned position table
     position_offset: int = 0
     position_kind: str = ""  # '' learned | sines, whose rates reach 1/10000 | even_sines, which stop one step before
     tie: bool = False
+    input_only: int = 0  # so many of the last token ids stand in prompts only: there are no logits for them
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
@@ -106,6 +118,8 @@ class Arch:
     ignore: tuple[str, ...] = ()  # patterns of checkpoint tensors that are not loaded
     state_layout: str = ""  # '' | per_key_head: rows of a delta net's fused projections are ordered by key head
     qkv_layout: str = ""  # rows of a fused qkv: '' q, k, v | per_head (q k v)* | per_group (q.. k v)* | qvk_in_four
+    up_first: bool = False  # rows of a fused gate_up_proj: those of up come first
+    in_two: bool = False  # the token table may be stored as two tensors, its first rows and the others
     transposed: bool = False  # matrices of the layers are stored [in, out]
     fold: tuple[tuple[str, float], ...] = ()  # (pattern of canonical names, factor): scales folded into a matrix
     expert_layout: str = ""  # '' | transposed: [E, in, out] | transposed_interleaved: with gate and up interleaved

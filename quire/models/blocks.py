@@ -8,19 +8,20 @@ layers (decoder.py, encoder.py).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor, nn
 
-from quire.layers.attention import Attention, AttentionKind, KVLayer
+from quire.layers.attention import Attention, AttentionKind, BorrowingAttention, KVLayer
 from quire.layers.batch import Batch
 from quire.layers.cross import CrossAttention
 from quire.layers.kda import Kda, KdaKind
 from quire.layers.lightning import Lightning, LightningKind
 from quire.layers.linear import Linear
 from quire.layers.mla import LatentAttention, MlaKind
-from quire.layers.mlp import Mlp, NormedMlp, XieluMlp
+from quire.layers.mlp import Mlp, NormedMlp, SparseMlp, XieluMlp
 from quire.layers.moe import Moe
 from quire.layers.norm import NoNorm, Norm
 from quire.layers.rope import Rope, RotaryTables
@@ -44,6 +45,9 @@ NORMS = {
     "parallel": ("input_layernorm", "", "post_attention_layernorm", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "sandwich": (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+    "altup": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),
     "after": ("", "input_layernorm", "", "post_attention_layernorm"),
@@ -286,6 +290,35 @@ class KeptBlock(DecoderBlock):
         return h * other, self.mlp(h) * mlp
 
 
+class AltUpBlock(DecoderBlock):
+    """A sandwich of norms on one of several streams, with a low-rank matmul beside attention (layers/altup.py). The
+    stream is all of them side by side; nothing is left to add."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        from quire.layers.altup import AltUp, Laurel, LayerInput  # lazy
+
+        super().__init__(arch, index, rope, storage)
+        assert arch.altup is not None
+        prefix, kind, self.index = f"model.layers.{index}.", arch.altup, index
+        self.altup = AltUp(f"{prefix}altup.", arch.width, kind, arch.norm, storage)
+        self.laurel = Laurel(f"{prefix}laurel.", arch.width, kind.laurel, arch.norm, storage)
+        self.layer_input = LayerInput(prefix, arch.width, kind, arch.act, arch.norm, storage)
+        self.active = kind.active
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        assert self.after_attn is not None and self.after_mlp is not None and batch.layer_inputs is not None
+        streams = self.altup.predict(x)
+        active = streams[:, self.active].contiguous()
+        h = self.before_attn(active)
+        beside = self.laurel(h)
+        stream = (active + self.after_attn(self.attn(h, batch, rotary)) + beside) * math.sqrt(0.5)
+        computed = stream + self.after_mlp(self.mlp(self.before_mlp(stream)))
+        streams = self.altup.correct(streams, computed)
+        added = self.layer_input(self.altup.gate_input(streams), batch.layer_inputs[:, self.index])
+        streams[:, 1:] += added[:, None]
+        return streams.flatten(1), None
+
+
 class CrossBlock(DecoderBlock):
     """Self-attention, cross-attention over an encoder's output, mlp; each after a norm."""
 
@@ -353,13 +386,17 @@ class SharedBlock(SingleBlock):
 BLOCKS = {
     "pre": DecoderBlock, "post": DecoderBlock, "sandwich": DecoderBlock, "pre_post": DecoderBlock,
     "pre_mlp": DecoderBlock, "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock,
-    "shared": SharedBlock, "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
+    "shared": SharedBlock, "altup": AltUpBlock, "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
 }  # fmt: skip
 
 
 def _mixer(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> nn.Module:
     """The token mixer of a layer, called as (x, batch, rotary)."""
     if layer.mixer == "attention":
+        if layer.kv_from >= 0:
+            lender = f"model.layers.{layer.kv_from}.self_attn."
+            kind = attention_kind(arch, layer)
+            return BorrowingAttention(f"{prefix}self_attn.", arch.width, kind, rope, storage, lender=lender)
         return _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
     if layer.mixer == "state":
         return _state(arch, layer, f"{prefix}mixer.", storage)
@@ -416,16 +453,20 @@ def attention_kind(arch: Arch, layer: Layer) -> AttentionKind:
         o_bias=arch.o_bias, qk_norm=arch.qk_norm if layer.qk_norm else "", qkv_clip=arch.qkv_clip, gated=arch.attn_gate,
         qk_norm_kind=replace(arch.norm, bias=arch.qk_norm_bias, weight=arch.qk_norm_weight and arch.norm.weight),
         grow=arch.grow if layer.grow else (0.0, 1, 0), qk_norm_late=arch.qk_norm_late and layer.qk_norm,
-        gate_name=arch.gate_name, out_norm=arch.inner_norms[0],
+        gate_name=arch.gate_name, out_norm=arch.inner_norms[0], v_norm=arch.v_norm,
+        lends=layer.lends,
     )  # fmt: skip
 
 
 def mlp_of(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> Mlp | Moe:
     if layer.moe and arch.moe is not None:
         return Moe(prefix, arch.width, arch.moe, storage, act=arch.act)
+    ffn = layer.ffn or arch.ffn
+    if layer.sparsity:
+        return SparseMlp(prefix, arch.width, ffn, storage, act=arch.act, sparsity=layer.sparsity, bias=arch.mlp_bias)
     if arch.act == "xielu":
-        return XieluMlp(prefix, arch.width, arch.ffn, storage, bias=arch.mlp_bias)
+        return XieluMlp(prefix, arch.width, ffn, storage, bias=arch.mlp_bias)
     more: dict = dict(act=arch.act, gated=arch.gated, bias=arch.mlp_bias)
     if arch.inner_norms[1]:
-        return NormedMlp(prefix, arch.width, arch.ffn, storage, norm=arch.inner_norms[1], kind=arch.norm, **more)
-    return Mlp(prefix, arch.width, arch.ffn, storage, down_bias=arch.down_bias, **more)
+        return NormedMlp(prefix, arch.width, ffn, storage, norm=arch.inner_norms[1], kind=arch.norm, **more)
+    return Mlp(prefix, arch.width, ffn, storage, down_bias=arch.down_bias, **more)

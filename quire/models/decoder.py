@@ -47,6 +47,7 @@ from quire.schema.kv import KVSpec
 
 if TYPE_CHECKING:
     from quire.layers.adapters import StepAdapters
+    from quire.layers.altup import AltUpKind, AltUpStreams
 
 COMMON_NAMES = ((r"^(layers\.\d+|embed_tokens|norm)\.", r"model.\1."),)  # checkpoints saved without their head
 
@@ -158,6 +159,20 @@ def position_table(arch: Arch, width: int, storage: Storage) -> nn.Module:
     return Embedding("model.embed_positions", arch.positions, width, storage, offset=arch.position_offset)
 
 
+def _modality_tokens(arch: Arch, width: int, storage: Storage) -> nn.ModuleList:
+    if not arch.modality_tokens:
+        return nn.ModuleList()
+    from quire.layers.modality_tokens import ModalityTokens  # lazy
+
+    return nn.ModuleList(ModalityTokens(kind, width, storage) for kind in arch.modality_tokens)
+
+
+def _streams(arch: Arch, kind: AltUpKind, storage: Storage) -> AltUpStreams:
+    from quire.layers.altup import AltUpStreams  # lazy
+
+    return AltUpStreams(arch.width, len(arch.layers), kind, arch.norm, storage)
+
+
 def _elsewhere() -> Any:
     """Typed as the module that another stage has in its place."""
     return OtherStage()
@@ -183,12 +198,14 @@ class Decoder(nn.Module):
         embeds = here or (arch.tie and self.stage.is_last)
         scale = arch.embed_scale
         self.embed: Embedding = (
-            Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=scale, is_cut=True)
+            Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=scale, is_cut=True, in_two=arch.in_two)
             if embeds else _elsewhere()
         )  # fmt: skip
+        self.modality_tokens = _modality_tokens(arch, inner, storage) if here else nn.ModuleList()
         self.positions = position_table(arch, arch.width, storage) if arch.positions and here else None
         narrow = bool(arch.embed_width) and here
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if narrow else None
+        self.streams = None if arch.altup is None else _streams(arch, arch.altup, storage)
         self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm and here else None
 
     def _make_layers(self, arch: Arch, storage: Storage, max_model_len: int) -> None:
@@ -227,6 +244,9 @@ class Decoder(nn.Module):
         if self.arch.deepstack:
             raise NotBuiltError("drafts from hidden states are not built for models whose media are added after layers",
                                 param="speculative_config")  # fmt: skip
+        if self.arch.altup is not None:
+            raise NotBuiltError("drafts from hidden states are not built for models with several streams",
+                                param="speculative_config")  # fmt: skip
         taps = [Tap() for _ in layers]
         ends = [*layers, len(self.layers)]
         self._stretches = [*self._cut(range(ends[0]))] if ends[0] else []
@@ -244,8 +264,9 @@ class Decoder(nn.Module):
         self.project_out = Linear("model.", width, {"project_out": inner}, storage) if narrow else None
         self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
+        rows = arch.vocab - arch.input_only
         self.head: Head = (
-            Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied) if here else _elsewhere()
+            Head("lm_head", rows, inner, storage, bias=arch.head_bias, tied=tied) if here else _elsewhere()
         )
 
     @property
@@ -277,6 +298,9 @@ class Decoder(nn.Module):
             if not self._is_first:
                 x, embedded = (part.contiguous() for part in x.split(self.arch.width, -1))
             batch = replace(batch, embedded=embedded)
+        if self.streams is not None:
+            batch = replace(batch, layer_inputs=self.streams.layer_inputs(batch.token_ids, x), lent={})
+            x = self.streams.open(x)
         delta: Delta = None
         deep = batch.input_vectors if self.arch.deepstack else None
         for index, stretch in enumerate(self._stretches):
@@ -286,6 +310,9 @@ class Decoder(nn.Module):
         if not self._is_last:
             x = x if delta is None else x + whole(delta)
             return x if batch.embedded is None else torch.cat((x, batch.embedded), -1)
+        if self.streams is not None:
+            x = self.streams.close(x if delta is None else x + whole(delta))
+            delta = None
         x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]
         return x if self.project_out is None else self.project_out(x)
 
@@ -297,6 +324,8 @@ class Decoder(nn.Module):
     def _embedded(self, batch: Batch) -> Tensor:
         """[T, width] as the first layer reads it."""
         x = self.embed(batch.token_ids)
+        for tokens in self.modality_tokens:
+            x = tokens(batch.token_ids, x)
         if batch.input_vectors is not None:
             places, vectors = batch.input_vectors
             x = x.index_copy(0, places, vectors[:, : x.shape[1]].to(x.dtype))
@@ -313,9 +342,13 @@ class Decoder(nn.Module):
     def narrow_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """The same in the head's dtype, without converting to float32, if nothing follows the head."""
         logits = self.head(hidden, slots)
-        if self.arch.logit_scale == 1.0 and not self.arch.logit_softcap:
-            return logits
-        logits = logits.float()
+        if self.arch.logit_scale != 1.0 or self.arch.logit_softcap:
+            logits = self._scaled(logits.float())
+        if self.arch.input_only:
+            logits = nn.functional.pad(logits, (0, self.arch.input_only), value=-torch.inf)
+        return logits
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         if self.arch.logit_scale != 1.0:
             logits = logits * self.arch.logit_scale
         cap = self.arch.logit_softcap

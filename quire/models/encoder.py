@@ -48,7 +48,6 @@ class EncoderArch:
     first_norm: bool = True  # False: the first layer reads the embeddings without a norm
     relative: RelativeKind | None = None  # scores by distance
     inner_bias: bool = False  # the projection of a narrower token table has a bias
-    up_first: bool = False  # in a fused matrix the rows of up come before those of the gate
     bins: int = 0  # of the features of audio, which it reads instead of text; 0: it reads text
 
 
@@ -161,14 +160,8 @@ class Encoder(nn.Module):
         return x if self.project_in is None else self.project_in(x)
 
     def table(self) -> WeightTable:
-        core, arrange = self.arch.core, arrange_for(self.arch.core)
-
-        def arranged(name: str, tensor: Tensor) -> Tensor:
-            if self.arch.up_first and ".mlp.gate_up_proj." in name:
-                tensor = torch.cat(tensor.chunk(2)[::-1])
-            return arrange(name, tensor)
-
-        return WeightTable.of(self, names=core.names, ignore=core.ignore, arrange=arranged)
+        core = self.arch.core
+        return WeightTable.of(self, names=core.names, ignore=core.ignore, arrange=arrange_for(core))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were used."""

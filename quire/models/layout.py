@@ -22,6 +22,8 @@ def arrange_for(arch: Arch) -> Arrange:
             tensor = tensor.t()
         if arch.qkv_layout and ".qkv_proj." in name:
             tensor = _QKV[arch.qkv_layout](tensor, arch)
+        if arch.up_first and ".mlp.gate_up_proj." in name:
+            tensor = torch.cat(tensor.chunk(2)[::-1])
         if arch.attn_gate and not arch.gate_name and ".self_attn.q_proj." in name:
             tensor = _gates_first(tensor, arch)
         if arch.state_layout and isinstance(arch.state, DeltaKind) and ".mixer.in_proj_" in name:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.checkpoint.limits import (
     EXPERTS,
@@ -38,7 +38,12 @@ from quire.ops.act import known
 from quire.ops.rope import frequencies
 from quire.schema.errors import ConfigError, InputError
 
+if TYPE_CHECKING:
+    from quire.layers.altup import AltUpKind
+    from quire.layers.modality_tokens import ModalityTokensKind
+
 _SIZE = Range(1, 1 << 24)
+_STREAMS = Range(1, 64)
 _MAY_BE_NONE = Range(0, 1 << 24)
 _PAIRED = ("fold",)  # names with factors
 _OPEN_ENDED = ("dt_limit",)
@@ -78,7 +83,12 @@ def check_arch(arch: Arch) -> Arch:
         _check_state(arch.state)
     if arch.shared is not None:
         _check_shared(arch.shared)
-    for record in (arch, arch.norm, arch.moe, arch.state, arch.shared, *arch.layers):
+    if arch.altup is not None:
+        _check_altup(arch.altup)
+    for tokens in arch.modality_tokens:
+        _check_modality_tokens(tokens)
+    records = (arch.norm, arch.moe, arch.state, arch.shared, arch.altup)
+    for record in (arch, *records, *arch.modality_tokens, *arch.layers):
         if record is not None:
             _check_factors(record)
     return arch
@@ -125,6 +135,12 @@ def _check_latent(mla: Mla) -> None:
 def _check_layer(arch: Arch, layer: Layer) -> None:
     _within("sliding_window", layer.window, WINDOW)
     _within("attention_chunk_size", layer.chunk, WINDOW)
+    _within("intermediate_size", layer.ffn, Range(0, FFN.most))
+    if not 0 <= layer.sparsity < 1:
+        raise ConfigError(
+            f"activation_sparsity_pattern has {layer.sparsity!r}; expected shares from 0 to below 1",
+            param="activation_sparsity_pattern",
+        )
     if layer.rope is not None and layer.mixer in ("attention", "both"):
         _check_rope(layer.rope, arch.mla.rope if arch.mla is not None else arch.head_dim)
 
@@ -185,6 +201,21 @@ def _check_shared(kind: SharedKind) -> None:
     _check_heads(kind.heads, kind.kv_heads, kind.head_dim)
     _within("intermediate_size of the shared block", kind.ffn, _SIZE)
     _within("number of shared blocks", kind.blocks, LAYERS)
+
+
+def _check_altup(kind: AltUpKind) -> None:
+    _within("altup_num_inputs", kind.streams, _STREAMS)
+    _within("altup_active_idx", kind.active, Range(0, kind.streams - 1))
+    _within("laurel_rank", kind.laurel, WIDTH)
+    _within("hidden_size_per_layer_input", kind.per_layer, WIDTH)
+    _within("vocab_size_per_layer_input", kind.per_layer_vocab, VOCAB)
+
+
+def _check_modality_tokens(kind: ModalityTokensKind) -> None:
+    _within(f"vocab_offset of {kind.name}", kind.first, Range(0, VOCAB.most))
+    _within(f"vocab_size of {kind.name}", kind.rows, VOCAB)
+    _within(f"hidden_size of {kind.name}", kind.width, WIDTH)
+    _within(f"the id behind the tokens of {kind.name}", kind.end, Range(kind.first, kind.first + kind.rows))
 
 
 def _check_sizes(record: Any) -> None:

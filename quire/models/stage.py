@@ -51,6 +51,13 @@ class PipelineStage:
                 param="pipeline_parallel_size",
                 value=group.stages,
             )
+        if arch.altup is not None:
+            raise NotBuiltError(
+                f"pipeline_parallel_size={group.stages}: models with several streams, whose layers read keys and "
+                "values of layers before them, are not cut into stages",
+                param="pipeline_parallel_size",
+                value=group.stages,
+            )
         ends = [0, *accumulate(layers_per_stage(total, group.stages, env.PP_LAYER_PARTITION.get()))]
         return cls(group.stage, group.stages, range(ends[group.stage], ends[group.stage + 1]))
 

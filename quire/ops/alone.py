@@ -10,6 +10,7 @@ exist. Must not know: what an op computes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def each_alone(function: Callable[..., Any], *rows: Tensor | None) -> Any:
     count = next(len(x) for x in rows if x is not None)
     if not count:
         return function(*rows)
-    results = [function(*(None if x is None else fresh(x[i : i + 1]) for x in rows)) for i in range(count)]
+    alone = (repeat(None, count) if x is None else map(fresh, x.split(1)) for x in rows)
+    results = [function(*row) for row in zip(*alone, strict=True)]
     if isinstance(results[0], Tensor):
         return torch.cat(results)
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

@@ -174,8 +174,8 @@ def pack_numbers(numbers: Tensor, kind: str) -> Packed:
 
 @op
 def likes_panels(dtype: torch.dtype, whole_texts: bool = False) -> bool:
-    """Whether matmuls with plain weights of this dtype are faster in panels. whole_texts: of a model that never has a
-    step of a few rows, because it reads texts and writes none."""
+    """Whether matmuls with plain weights of this dtype are faster in panels. whole_texts: of a model whose time goes to
+    the reading of whole texts, not to steps of a few rows: it writes none, or less than its encoder reads."""
     return False
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.alone import keep_apart
-from quire.ops.op import op
+from quire.ops.op import op, same_bits
 
 
 def _plain(theta: float, dim: int) -> Tensor:
@@ -121,10 +120,25 @@ def rope_tables_cpu(
 ) -> tuple[Tensor, Tensor]:
     """A position's bits are always the same. torch computes in vectors, and the largest value of a vector decides how
     all of it is computed; so rows start with a vector, and there are fewer than torch would share among threads."""
+    return _tables(positions, inv_freq, gain, pairs, dtype, most=_SERIAL)
+
+
+@rope_tables.form("cpu", same_bits)
+def rope_tables_apart(
+    positions: Tensor, inv_freq: Tensor, gain: float, pairs: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Only cosines and sines are left to a library, and it gets one row at a time: whole vectors, which lie alike."""
+    return _tables(positions, inv_freq, gain, pairs, dtype, most=1)
+
+
+def _tables(
+    positions: Tensor, inv_freq: Tensor, gain: float, pairs: bool, dtype: torch.dtype, *, most: int
+) -> tuple[Tensor, Tensor]:
+    """`most`: angles of a call, or one row."""
     half = len(inv_freq)
     if half % _LANES:
         inv_freq = F.pad(inv_freq, (0, -half % _LANES))
-    angle, rows = positions[:, None].float() * inv_freq, max(1, _SERIAL // len(inv_freq))
+    angle, rows = positions[:, None].float() * inv_freq, max(1, most // len(inv_freq))
     if len(angle) <= rows:
         cos, sin = angle.cos(), angle.sin()
     else:
@@ -135,9 +149,6 @@ def rope_tables_cpu(
     if gain != 1.0:
         cos, sin = cos * gain, sin * gain
     return _laid_out(cos, sin, pairs, dtype)
-
-
-keep_apart(rope_tables)
 
 
 def _laid_out(cos: Tensor, sin: Tensor, pairs: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

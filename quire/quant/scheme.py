@@ -8,6 +8,7 @@ numbers come from.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from quire.ops.packed import Matrix
 from quire.quant.arena import Arena
 from quire.quant.coded import CodedMatrix
 from quire.quant.shard import ALONE, Cut, ShardGroup, Span, cut_to
-from quire.schema.errors import ConfigError
+from quire.schema.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from quire.quant.experts import ExpertScheme
@@ -35,6 +36,10 @@ class WeightTarget(ABC):
 
     shape: tuple[int, ...]
     takes_codes = False  # whether `copy_` takes a CodedMatrix as well
+
+    def expected(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """What a tensor must have, if this is its shape."""
+        return self.shape
 
     @abstractmethod
     def copy_(self, source: Tensor | CodedMatrix) -> None: ...
@@ -56,6 +61,46 @@ class RunTarget(WeightTarget):
             codes = None if isinstance(source, Tensor) else source.cut(rows)
             part.copy_(rows.of(source if isinstance(source, Tensor) else source.numbers()) if codes is None else codes)
             at += part.shape[0]
+
+
+class TwoPieces:
+    """A matrix that a checkpoint stores as two tensors, its first rows and the others; how many are in which is not
+    known before. It is filled once both are there."""
+
+    def __init__(self, target: Tensor | WeightTarget, cut: Cut | None) -> None:
+        self._target, self._cut = target, cut
+        self._pieces: list[Tensor | None] = [None, None]
+        self._lock = threading.Lock()
+        self.shape = tuple(target.shape) if cut is None else cut.uncut(target.shape)
+
+    def put(self, index: int, piece: Tensor) -> None:
+        with self._lock:  # the other may come from another thread
+            self._pieces[index] = piece
+            first, last = self._pieces
+            if first is None or last is None:
+                return
+            if len(first) + len(last) != self.shape[0]:
+                raise CheckpointError(
+                    f"a table of {self.shape[0]} rows is stored as two of {len(first)} and {len(last)} rows"
+                )
+            whole = torch.cat((first, last))
+            self._target.copy_(whole if self._cut is None else self._cut.of(whole))
+            self._pieces = [None, None]
+
+
+class PieceTarget(WeightTarget):
+    """One of the TwoPieces."""
+
+    def __init__(self, pieces: TwoPieces, index: int) -> None:
+        self._pieces, self._index = pieces, index
+        self.shape = pieces.shape
+
+    def expected(self, shape: Sequence[int]) -> tuple[int, ...]:
+        rows = shape[0] if len(shape) == 2 and shape[0] < self.shape[0] else self.shape[0]
+        return rows, *self.shape[1:]
+
+    def copy_(self, source: Tensor | CodedMatrix) -> None:
+        self._pieces.put(self._index, source if isinstance(source, Tensor) else source.numbers())
 
 
 class Slot(NamedTuple):

@@ -18,6 +18,7 @@ them, to fill its blocks of cross-attention groups. Must not know: what an item 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.sched.gates import CLOSED, NO_LIMIT, SKIP, SchedulerLoad, WholeItems
@@ -51,12 +52,14 @@ class EncoderCache(WholeItems):
     """Vectors encoded per step, and kept: the gate that cuts a prompt before an item that must wait.
 
     `longest`: tokens that one prompt may get in a step at most; where items are not split over steps (`whole_items`),
-    none may be longer.
+    none may be longer. `joined`: all items of a prompt, and what is between them, are one in this respect.
     """
 
-    def __init__(self, capacity: int, longest: int, running: Running, *, whole_items: bool) -> None:
+    def __init__(
+        self, capacity: int, longest: int, running: Running, *, whole_items: bool, joined: bool = False
+    ) -> None:
         self.capacity = self.budget = capacity
-        self.longest, self.whole_items, self._running = longest, whole_items, running
+        self.longest, self.whole_items, self.joined, self._running = longest, whole_items or joined, joined, running
         self.left = capacity  # vectors that this step may still encode
         self.used = 0  # vectors of all entries
         self.entries: dict[str, EncodedItem] = {}
@@ -81,8 +84,10 @@ class EncoderCache(WholeItems):
         return 0 if self.unfinished else NO_LIMIT
 
     def is_whole(self, request: Request) -> bool:
-        at = request.planned
-        return self.whole_items and any(item.offset <= at < item.offset + item.length for item in request.source.media)
+        at, media = request.planned, request.source.media
+        if self.joined:
+            return bool(media) and media[0].offset <= at < self._last(media[-1])
+        return self.whole_items and any(item.offset <= at < item.offset + item.length for item in media)
 
     def admit(self, request: Request, count: int) -> int:
         media = request.source.media
@@ -93,7 +98,7 @@ class EncoderCache(WholeItems):
         is_first = self._is_first(request)
         new: set[str] = set()
         for item in self._read_by(request, start, upto):
-            if self.whole_items and self._last(item) > upto:
+            if self.whole_items and self._last(media[-1] if self.joined else item) > upto:
                 return self._cut(request, item)
             if item.key in new or (item.key in self.entries and item.key not in self.idle):
                 continue
@@ -177,6 +182,19 @@ class EncoderCache(WholeItems):
                     "an item): raise max_num_batched_tokens",
                     param="multi_modal_data",
                 )
+        if self.joined and request.media:
+            self._check_joined(request.media)
+
+    def _check_joined(self, media: Sequence[MediaItem]) -> None:
+        length = media[-1].offset + media[-1].length - media[0].offset
+        limit = self.longest if len(media) == 1 else min(self.longest, self.budget)
+        if length > limit:
+            raise InputError(
+                f"the prompt has {length} tokens from its first media item to the end of its last, and a step takes "
+                f"{limit} of a prompt at most; all items of a prompt are in one step here, as they attend to each "
+                "other: raise max_num_batched_tokens",
+                param="multi_modal_data",
+            )
 
     def end(self, request: Request, *, failed: bool = False) -> bool:
         """It runs no longer: it ended or was preempted. Whether what was computed of it may be wrong: it failed, or its
@@ -230,6 +248,7 @@ class EncoderCache(WholeItems):
 
     def _cut(self, request: Request, item: MediaItem) -> int:
         """Up to the item; if it begins there, others go past a request that runs, and none past one that waits."""
+        item = request.source.media[0] if self.joined else item
         if item.offset > request.planned:
             return item.offset - request.planned
         return SKIP if request.running else CLOSED

@@ -50,8 +50,9 @@ class Hit(NamedTuple):
 
 class KVCache:
     def __init__(
-        self, layout: KVLayout, *, caching: bool, algorithm: str, events: bool, max_chunk: int, seed: bytes = b""
-    ) -> None:
+        self, layout: KVLayout, *, caching: bool, algorithm: str, events: bool, max_chunk: int, seed: bytes = b"",
+        joins_media: bool = False,
+    ) -> None:  # fmt: skip
         groups = layout.groups
         self.policies = [make_policy(group) for group in groups]
         self.pool = BlockPool(layout.num_blocks, len(groups), events=events)
@@ -63,15 +64,17 @@ class KVCache:
         self.unit = math.gcd(*sizes) if sizes else 1  # tokens per hash
         self.align = math.lcm(*sizes) if sizes else 1  # a reused prefix ends at a block end in every group
         self.caching = caching and bool(sizes)
-        self.hasher = BlockHasher(algorithm if self.caching else "sha256", self.unit, seed)
+        self.hasher = BlockHasher(algorithm if self.caching else "sha256", self.unit, seed, joins_media=joins_media)
         self.max_chunk = max_chunk
         self.moves = BlockMoves(self)
 
     def match(self, request: Request) -> Hit:
         """At least the last known token is left to compute, so that one can be sampled."""
+        if not self.caching:
+            return Hit(0, [[] for _ in self.policies])
         empty: list[list[int]] = [[] for _ in self.policies]
         longest = (len(request.tokens) - 1) // self.align * self.align
-        if not self.caching or not longest or not request.reads_cache:
+        if not longest or not request.reads_cache:
             return Hit(0, empty)
         hashes = request.holding.hashes
         self.hasher.extend(hashes, request.tokens, len(request.tokens), request.source)
@@ -124,11 +127,16 @@ class KVCache:
 
     def peak(self, request: Request) -> int:
         """Blocks it may hold at most, alone and with nothing else in flight."""
+        if not self.policies:
+            return 0
         total = sum(-(-num_encoder_tokens(request) // self.policies[g].block_size) for g in self.cross)
         return total + sum(self.policies[g].peak(request.limit - 1, self.max_chunk) for g, _ in self.growing)
 
     def join(self, request: Request, hit: Hit) -> None:
         """Start from the hit; its blocks are now held."""
+        if not self.policies:  # no layer keeps anything
+            request.next_block = request.room = NEVER
+            return
         holding = request.holding
         holding.tables = hit.rows
         for row in hit.rows:
@@ -140,6 +148,8 @@ class KVCache:
 
     def grow(self, request: Request, upto: int) -> Tables:
         """Blocks up to `upto` tokens; what was appended, per group. The caller knows that they are there."""
+        if not self.policies:
+            return ()
         tables = request.holding.tables
         added: list[tuple[int, ...]] = [()] * len(self.policies)
         for group, size in self.growing:

@@ -14,11 +14,11 @@ Must not know: results, or stop rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from quire.sched.adapter_slots import AdapterSlots
-from quire.sched.gates import CLOSED, SKIP, Holds, SchedulerLoad, TokenPace, make_gates
+from quire.sched.gates import CLOSED, NO_LIMIT, SKIP, Gate, Holds, SchedulerLoad, TokenPace, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
 from quire.sched.request import Request, Running
 from quire.sched.settings import SchedulerSettings
@@ -52,7 +52,9 @@ def make_encoder(settings: SchedulerSettings, running: Running, *, is_cross: boo
         cross: EncoderCache = CrossItems(settings.encoder_tokens, settings.encoder_tokens, running, whole_items=False)
         return cross
     longest = min(settings.max_num_batched_tokens, settings.long_prefill_threshold or settings.max_num_batched_tokens)
-    made: EncoderCache = EncoderCache(settings.encoder_tokens, longest, running, whole_items=settings.whole_media)
+    made: EncoderCache = EncoderCache(
+        settings.encoder_tokens, longest, running, whole_items=settings.whole_media, joined=settings.joined_media
+    )
     return made
 
 
@@ -74,12 +76,21 @@ class Planner:
         if settings.encoder_tokens:
             self.encoder = make_encoder(settings, self.running, is_cross=bool(kv.cross))
         further = [] if self.adapters is None else [self.adapters]
-        self.gates = [*further, *make_gates(settings, pace, self.shares, self.holds, self.encoder)]
+        self.use_gates([*further, *make_gates(settings, pace, self.shares, self.holds, self.encoder)])
         self.blocked: tuple[Request, int] | None = None  # by a lack of blocks, in the last step; with its epoch then
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.drafts = settings.num_drafts > 0
         self.reserves = settings.reserve_full_prompt
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
+
+    def use_gates(self, gates: Sequence[Gate]) -> None:
+        """In the order they are asked. What is asked for every request is asked only of those that may object."""
+        self.gates = tuple(gates)
+        self._closers = [gate.closed for gate in gates if type(gate).closed is not Gate.closed]
+        self._bars = [gate.bars for gate in gates if type(gate).bars is not Gate.bars]
+        self._admits = [gate.admit for gate in gates if type(gate).admit is not Gate.admit]
+        self._takes = [gate.take for gate in gates if type(gate).take is not Gate.take]
+        self._limits = [gate.singles for gate in gates if type(gate).singles is not Gate.singles]
 
     def fill(self) -> OpenPlan:
         self.shares.num_tenants = len(self.running.rows.keys() | self.waiting.active)
@@ -158,8 +169,8 @@ class Planner:
                     continue
                 new_blocks = kv.grow(request, upto)
             if gated:
-                for gate in gates:
-                    gate.take(request, count)
+                for take in self._takes:
+                    take(request, count)
                 singles = self._singles()
                 reserved += kv.outstanding(request, upto)
             else:
@@ -191,15 +202,21 @@ class Planner:
                 continue
             upto = hit.length + count
             spare = self.watermark + (reserved if self.reserves else 0) if self.running.items else 0
-            if not self._fits(request, hit, upto, spare) and not (
-                kv.moves.unpin() and self._fits(request, hit, upto, spare)  # the hit's own blocks may have been held
+            if (
+                kv.policies
+                and not self._fits(request, hit, upto, spare)
+                and not (
+                    kv.moves.unpin()
+                    and self._fits(request, hit, upto, spare)  # the hit's own blocks may have been held
+                )
             ):
                 self.blocked = request, request.epoch
                 break
             turns.join()
             self._join(plan, request, hit, count)
             turns.go_on()
-            reserved += kv.outstanding(request, request.planned)
+            if request.planned < request.end:
+                reserved += kv.outstanding(request, request.planned)
 
     def _join(self, plan: OpenPlan, request: Request, hit: Hit, count: int) -> None:
         """From waiting to running, with its first grant."""
@@ -210,8 +227,8 @@ class Planner:
                 self.tally.queries += request.num_prompt
                 self.tally.hits += request.num_cached
         self.kv.join(request, hit)
-        for gate in self.gates:
-            gate.take(request, count)
+        for take in self._takes:
+            take(request, count)
         plan.joined.append(request.row(scoped=self.drafts, is_cross=bool(self.kv.cross)))
         new_blocks = self.kv.grow(request, hit.length + count)
         request.running = True
@@ -227,17 +244,23 @@ class Planner:
 
     def _singles(self) -> int:
         """One-token grants to running requests that no gate will object to."""
-        return min([gate.singles() for gate in self.gates])
+        return min([singles() for singles in self._limits], default=NO_LIMIT)
 
     def _closed(self) -> bool:
-        return any(gate.closed() for gate in self.gates)
+        for closed in self._closers:  # noqa: SIM110  # any() of a generator takes three times as long
+            if closed():
+                return True
+        return False
 
     def _barred(self, request: Request) -> bool:
-        return any(gate.bars(request) for gate in self.gates)
+        for bars in self._bars:  # noqa: SIM110
+            if bars(request):
+                return True
+        return False
 
     def _ask(self, request: Request, count: int) -> int:
-        for gate in self.gates:
-            if (count := gate.admit(request, count)) <= SKIP:
+        for admit in self._admits:
+            if (count := admit(request, count)) <= SKIP:
                 break
         return count
 

@@ -2,8 +2,10 @@
 
     hash[i] = digest(encode(hash[i-1], tokens of block i, extra keys of block i)),   hash[-1] = digest(seed), or zeros
 Extra keys: the first block carries the cache salt, and the adapter's name with the number of times it was loaded; every
-block carries the media items it overlaps, each as (content hash, first position relative to the block). Two encodings,
-stable over processes (with one seed):
+block carries the media items it overlaps, each as (content hash, first position relative to the block). Where the items
+of a prompt attend to each other in both directions, the block in which the first begins carries a digest of all tokens
+from there to the end of the last, and of their hashes, as an item. Two encodings, stable over processes (with one
+seed):
   packed (sha256, blake2b, xxhash): hash[i-1] | token ids as little-endian uint32 | each extra key as a letter (s salt,
           l adapter, m media), its UTF-8 length as uint32, its bytes, and but for salt a number as int64: the count of
           loads, the offset
@@ -33,8 +35,9 @@ class BlockHasher:
     A secret `seed` keeps outsiders from computing the names of blocks, and so from making two prefixes collide.
     """
 
-    def __init__(self, algorithm: str, block_size: int, seed: bytes = b"") -> None:
-        self.block_size = block_size
+    def __init__(self, algorithm: str, block_size: int, seed: bytes = b"", *, joins_media: bool = False) -> None:
+        """`joins_media`: what is computed of an item depends on those behind it."""
+        self.block_size, self.joins_media = block_size, joins_media
         self.digest = _digest(algorithm)
         self.root = self.digest(seed) if seed else bytes(len(self.digest(b"")))
         self.cbor = algorithm.endswith("_cbor")
@@ -48,6 +51,8 @@ class BlockHasher:
             start = index * size
             block = tokens[start : start + size]
             extra = extra_keys(request, start, size) if request.media or not index else []
+            if self.joins_media and request.media and start <= request.media[0].offset < start + size:
+                extra.append(_joined_key(request, start))
             if self.cbor:
                 parent = digest(_block_cbor(parent, block, extra))
             else:
@@ -68,6 +73,17 @@ def extra_keys(request: EngineRequest, start: int, size: int) -> list[Extra]:
         if item.offset < start + size and start < item.offset + item.length:
             keys.append(("m", item.key, item.offset - start))
     return keys
+
+
+def _joined_key(request: EngineRequest, start: int) -> Extra:
+    """All items of a prompt, and what stands between them."""
+    first, last = request.media[0], request.media[-1]
+    ids = request.prompt_token_ids[first.offset : last.offset + last.length]
+    digest = sha256(struct.pack(f"<{len(ids)}I", *ids))
+    for item in request.media:
+        digest.update(struct.pack("<qq", item.offset - first.offset, item.length) + item.takes_vector)
+        digest.update(struct.pack("<q", len(item.key)) + item.key.encode())
+    return "m", digest.hexdigest(), first.offset - start
 
 
 def _digest(algorithm: str) -> Digest:

@@ -38,6 +38,9 @@ from quire.schema.step import Grant, NewRow
 SMALL = 256  # bytes of an array that describes an item: the grid of its patches, for one
 
 
+_NO_STOPS: frozenset[int] = frozenset()
+
+
 class Request:
     __slots__ = (
         "adapter", "computed", "end", "epoch", "holding", "id", "lane", "last", "last_token", "limit", "next_block",
@@ -55,7 +58,8 @@ class Request:
         self.num_drafts = num_drafts  # that a step may verify, once a token was sampled to draft from
         self.reach = num_drafts + 1  # tokens that a grant may bring
         eos = () if source.eos_token_id is None or self.params.ignore_eos else (source.eos_token_id,)
-        self.stops = frozenset((*eos, *self.params.stop_token_ids))  # every token that may end the text
+        further = self.params.stop_token_ids
+        self.stops = frozenset((*eos, *further)) if eos or further else _NO_STOPS  # every token that may end the text
         rule = self.params.repetition_detection
         self.repetition = None if rule is None else Repetition(rule, start=self.num_prompt)
         self.watch_from = limit if rule is None else 0  # length from which any token may end
@@ -128,8 +132,8 @@ class Request:
             num_prompt_tokens=self.num_prompt,
             params=source.params,
             seed=source.seed,
-            stop_token_ids=tuple(sorted(self.stops)),
-            blocks=tuple(tuple(table) for table in self.holding.tables),
+            stop_token_ids=tuple(sorted(self.stops)) if self.stops else (),
+            blocks=tuple([tuple(table) for table in self.holding.tables]),
             lora_id=0 if self.adapter is None else self.adapter.slot,
             num_encoder_tokens=sum(item.length for item in source.media) if is_cross else 0,
             media=described(source.media) if source.media else (),
@@ -208,7 +212,8 @@ class Queue:
             insort(self.items, request, key=order_of)
 
     def remove(self, request: Request) -> None:
-        index = bisect_left(self.items, request.order, key=order_of)
+        first = bool(self.items) and self.items[0] is request
+        index = 0 if first else bisect_left(self.items, request.order, key=order_of)
         assert self.items[index] is request, f"{request.id} is not where its order says"
         self.drop(index)
 
@@ -225,7 +230,8 @@ class Running(Queue):
 
     def add(self, request: Request) -> None:
         super().add(request)
-        self.rows[request.tenant] = self.rows.get(request.tenant, 0) + 1
+        rows, tenant = self.rows, request.tenant
+        rows[tenant] = rows.get(tenant, 0) + 1
 
     def remove(self, request: Request) -> None:
         super().remove(request)

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
 
 
+POOLED = Ending(FinishReason.STOP)
+
+
 class Scheduler:
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Scheduler:
             caching=config.prefix_caching,
             algorithm=config.hash_algorithm,
             seed=config.hash_seed,
+            joins_media=config.joined_media,
             events=config.events,
             max_chunk=config.max_num_batched_tokens,
         )
@@ -116,7 +120,10 @@ class Scheduler:
 
     def check_room(self, request: EngineRequest, *, num_paused: int = 0, num_paused_tokens: int = 0) -> None:
         """OverloadedError if too much waits already. `num_paused`: what waits elsewhere, as the engine is paused."""
-        settings, queued = self.settings, self.num_waiting + num_paused
+        settings = self.settings
+        if settings.max_num_queued is None and settings.max_num_queued_tokens is None:
+            return
+        queued = self.num_waiting + num_paused
         if settings.max_num_queued is not None and queued >= settings.max_num_queued:
             raise OverloadedError(
                 f"{queued} requests are waiting and max_num_queued_reqs={settings.max_num_queued}; try again later",
@@ -319,7 +326,7 @@ class Scheduler:
         assert pooled is not None, f"no token came back for {request.id}, and no reason why"
         if request.computed >= request.next_block:
             self.kv.commit(request)
-        return self._finish(request, Ending(FinishReason.STOP), pooled=pooled)
+        return self._finish(request, POOLED, pooled=pooled)
 
     def _lose(self, request: Request, reason: str) -> EngineOutput:
         """A worker gave it up. That no token was left to choose is due to what the request asked for."""

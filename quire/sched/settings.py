@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.base import env
+from quire.checkpoint.media import ITEMS
 from quire.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class SchedulerSettings:
     max_cpu_loras: int = 0  # adapters in host memory
     encoder_tokens: int = 0  # vectors of media that a step encodes, and that are kept; 0: no request may have media
     whole_media: bool = False  # no item is split over two steps
+    joined_media: bool = False  # all items of a prompt are in one step, and attend to each other
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < 1 or self.max_num_seqs < 1 or self.max_model_len < 2:
@@ -114,6 +116,7 @@ class SchedulerSettings:
             events=events is not None and events.publishes,
             encoder_tokens=_encoder_tokens(config, max_model_len),
             whole_media=options.disable_chunked_mm_input or bool(config.model_config.facts.both_ways),
+            joined_media=config.model_config.facts.both_ways == ITEMS,
             max_loras=0 if lora is None else lora.max_loras,
             max_cpu_loras=0 if lora is None else lora.max_cpu_loras or lora.max_loras,
         )

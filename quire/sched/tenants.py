@@ -16,7 +16,7 @@ Must not know: gates, blocks, what a tenant is (the server decides: server/calle
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, heapreplace, merge
+from heapq import heapify, heappop, heappushpop, heapreplace, merge
 from itertools import islice
 
 from quire.sched.request import Queue, Request, order_of
@@ -91,9 +91,14 @@ class Waiting:
 
     def drop(self, request: Request, index: int) -> None:
         """The same, for one whose place in its lane is known."""
-        self._lane(request).drop(index)
-        lanes = self.tenants[request.tenant].lanes
-        lanes[request.lane] = lanes.pop(request.lane)  # served last
+        lanes, lane = self.tenants[request.tenant].lanes, request.lane
+        queue = lanes[lane]
+        queue.drop(index)
+        if queue.items and len(lanes) == 1:  # nearly always
+            self._size -= 1
+            self.num_tokens -= request.num_prompt
+            return
+        lanes[lane] = lanes.pop(lane)  # served last
         self._removed(request)
 
     def hold(self, request: Request) -> None:
@@ -107,7 +112,8 @@ class Waiting:
         """So many tokens of a prompt are computed for this tenant."""
         tenant = self._tenant(name)
         tenant.served += tokens
-        self.now = max(self.now + tokens / len(self.active | {name}), tenant.served - self.credit)
+        num_active = len(self.active) + (name not in self.active)
+        self.now = max(self.now + tokens / num_active, tenant.served - self.credit)
 
     def level(self, name: int) -> float:
         """The lowest has the next turn."""
@@ -213,14 +219,20 @@ class Turns:
         places = self._places[request.tenant]
         if (place := self._place(request.tenant, request.lane, index)) is None:
             heappop(places)
+        elif len(places) == 1:
+            places[0] = place
         else:
             heapreplace(places, place)
         self._turn_over(request.tenant)
 
     def _turn_over(self, name: int) -> None:
-        if self._places[name]:
-            heappush(self._heads, self._head(name))
-        self._next()
+        if not self._places[name]:
+            self._next()
+        elif not self._heads:  # nobody else waits
+            self.request = self._first(name)
+        else:
+            *_, name = heappushpop(self._heads, self._head(name))
+            self.request = self._first(name)
 
     def _next(self) -> None:
         if not self._heads:

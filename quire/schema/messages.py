@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Any
 
 import msgspec
@@ -11,6 +12,16 @@ from quire.schema.media import MediaItem
 from quire.schema.params import PoolingParams, ResolvedParams, sampling_of
 from quire.schema.stats import RequestTimes, StartPhase, StepStats
 from quire.schema.step import LogprobRows, Pooled
+
+_ADDRESS = re.compile(r"tcp://([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3}):([0-9]{1,5})", re.ASCII)
+_LAST_PORT = 65535
+
+
+def check_address(address: str) -> None:
+    """Of a mailbox on another machine; "" is none."""
+    match = _ADDRESS.fullmatch(address)
+    if address and not (match and max(map(int, match.groups()[:4])) < 256 and 0 < int(match[5]) <= _LAST_PORT):
+        raise ValueError(f"{address[:80]!r} is no address of a mailbox")
 
 
 class FinishReason(enum.StrEnum):
@@ -94,6 +105,11 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """First word of a client that joins an engine which others use too; EngineReady is the answer."""
 
+    address: str = ""  # of its mailbox, if it is on another machine
+
+    def __post_init__(self) -> None:
+        check_address(self.address)
+
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
     """Said by the owner of the engine: that client is gone, and its requests with it."""
@@ -151,6 +167,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     phases: tuple[StartPhase, ...] = ()  # all of them, in order of their ends
     client: int = 0  # which client of the engine this answers; part of the names it gives to requests
     pid: int = 0  # process the engine runs in
+    address: str = ""  # of its mailbox, if other machines may join; told to its owner
 
 
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):

@@ -93,6 +93,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     def _of_dict(cls, source: dict[str, Any]) -> Prompt:
         if "encoder_prompt" in source or "decoder_prompt" in source:
             return cls._of_pair(source)
+        if len(source) == 1 and (only := source.get("prompt_token_ids")) is not None:  # nearly always, if many come
+            return cls(token_ids=check_ids(only))
         unknown = set(source) - _KEYS
         if unknown:
             raise InputError(
@@ -162,7 +164,7 @@ def _is_unicode(text: str) -> bool:
 def check_ids(values: object) -> tuple[int, ...]:
     """Token ids as a tuple of plain ints: the one form they have from here to a worker's rows. A tuple is not copied.
     Range against the vocabulary is checked where the model is known."""
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+    if type(values) is not list and (not isinstance(values, Sequence) or isinstance(values, (str, bytes))):
         tolist = getattr(values, "tolist", None)  # numpy and torch arrays are welcome
         if tolist is None:
             raise InputError(f"token ids must be a list of integers, got {type(values).__name__}", param="prompt")

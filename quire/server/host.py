@@ -27,8 +27,8 @@ from quire.config import EngineConfig
 from quire.config.logs import apply_logging
 from quire.config.server import ServerConfig
 from quire.engine.client import EngineClient
-from quire.engine.connect import Mailbox, attach_several
-from quire.engine.process_client import AttachedClient
+from quire.engine.connect import attach_several
+from quire.engine.process_client import AttachedClient, Mailbox
 from quire.llm.online import AsyncLLM
 from quire.schema.errors import InputError, ShutdownError
 from quire.server import tls
@@ -52,7 +52,8 @@ class HostBoot(msgspec.Struct, kw_only=True):
     """What an API process is started with, where there are several."""
 
     engines: tuple[Mailbox, ...]
-    client: int
+    number: int  # of this process, from 1; one that replaces another has the same
+    client: int  # of the engines: no two ever have the same
     listener: int  # descriptor
     ready: int  # descriptor to write to when it listens
     metrics_folder: str
@@ -75,7 +76,7 @@ def main(boot_bytes: bytes) -> None:
         os.close(boot.ready)
 
     opened = socket.socket(fileno=boot.listener)
-    status = run(engine, options, opened, say, number=boot.client, secret=boot.secret)
+    status = run(engine, options, opened, say, number=boot.number, secret=boot.secret)
     engine.shutdown()
     os._exit(status)  # nothing is left to save
 
@@ -83,9 +84,9 @@ def main(boot_bytes: bytes) -> None:
 def _client(boot: HostBoot, options: ServerConfig, config: EngineConfig) -> EngineClient:
     if len(boot.engines) == 1:
         (engine,) = boot.engines
-        return AttachedClient(engine.folder, boot.client, engine.life)
+        return AttachedClient(engine, boot.client)
     return attach_several(
-        config, boot.engines, client=boot.client, num_clients=options.api_server_count,
+        config, boot.engines, client=boot.client, row=boot.number, num_rows=options.api_server_count + 1,
         counts_folder=boot.metrics_folder,
     )  # fmt: skip
 

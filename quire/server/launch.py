@@ -92,8 +92,9 @@ def _serve_alone(
 
 def _client(config: EngineConfig, begun: Sequence[Begun]) -> EngineClient | None:
     """None: the engine runs in this process."""
-    several = config.parallel_config.data_parallel_size_local > 1
-    if several and not begun:
+    parallel = config.parallel_config
+    several = parallel.has_several_engines
+    if parallel.data_parallel_size_local > 0 and several and not begun:
         raise ConfigError(
             "data_parallel_size above 1 and disable_frontend_multiprocessing exclude each other: several engines need "
             "processes of their own",

@@ -65,7 +65,7 @@ def say_ready(config: EngineConfig, options: ServerConfig, ready: EngineReady, u
     log.info(
         "KV cache: %d tokens in %d blocks of %d, enough for %.1f requests of %d tokens; at most %d run at once",
         tokens, ready.num_blocks, ready.block_size, tokens / ready.max_model_len, ready.max_model_len,
-        config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size_local,
+        config.scheduler_config.max_num_seqs * len(config.parallel_config.engine_ranks),
     )  # fmt: skip
     spent = {name: seconds for name, seconds, _ in laps.taken}
     before = max(0.0, spent["engine"] - ready.start_seconds.get("total", 0.0))  # its interpreter and first imports

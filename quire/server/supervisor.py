@@ -7,6 +7,7 @@ Must not know: HTTP, routes, what a request is.
 
 from __future__ import annotations
 
+import itertools
 import os
 import selectors
 import signal
@@ -22,10 +23,10 @@ import msgspec
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.base.procs import Child
-from quire.engine.connect import Mailbox, start_several
-from quire.engine.process_client import Begun, ProcessClient, for_children
+from quire.engine.connect import start_several
+from quire.engine.process_client import Begun, Mailbox, ProcessClient, for_children
 from quire.engine.several import SeveralEngines
-from quire.schema.errors import EngineDeadError
+from quire.schema.errors import EngineDeadError, message_of
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret
 from quire.server.starting import StartError, say_ready, start_errors
@@ -50,10 +51,14 @@ def supervise(
     try:
         supervisor = Supervisor(client, engines, options, config, opened)
         try:
-            supervisor.start()  # they import and read the tokenizer while the engine loads
+            are_known = not config.parallel_config.num_engines_elsewhere
+            if are_known:
+                supervisor.start()  # they import and read the tokenizer while the engine loads
             with start_errors():
                 ready = client.wait_ready()
             client.stream(_Nobody())
+            if not are_known:  # where engines of other machines are is known once they are ready
+                supervisor.start()
             laps.mark("engine")
 
             def say() -> None:
@@ -63,6 +68,9 @@ def supervise(
             return supervisor.run(say)
         finally:
             supervisor.end()
+    except Exception as failed:
+        client.begin_close(f"it could not go on: {message_of(failed)}")
+        raise
     finally:
         client.close()
 
@@ -71,7 +79,7 @@ def _start_engines(
     config: EngineConfig, begun: Sequence[Begun]
 ) -> tuple[ProcessClient | SeveralEngines, list[ProcessClient]]:
     """The client of all of them, and those of each."""
-    if config.parallel_config.data_parallel_size_local == 1:
+    if not config.parallel_config.has_several_engines:
         client = ProcessClient(config, shared=True, begun=begun[0] if begun else None)
         return client, [client]
     several = start_several(config, begun=begun, shared=True)
@@ -91,8 +99,8 @@ class _Nobody:
 class _Api:
     """One API process, and the descriptor that says it listens."""
 
-    def __init__(self, number: int, child: Child, ready: int) -> None:
-        self.number, self.child, self.ready = number, child, ready
+    def __init__(self, number: int, client: int, child: Child, ready: int) -> None:
+        self.number, self.client, self.child, self.ready = number, client, child, ready
         self.listens = False
 
 
@@ -106,15 +114,16 @@ class Supervisor:
         opened: socket.socket,
     ) -> None:
         self._client = client
-        self._engines = [Mailbox(one.folder, one.life) for one in engines]
+        self._engines = engines
         self._options = options
         self._config = config
         self._opened = opened
-        self._metrics_folder = os.path.join(self._engines[0].folder, "metrics")
+        self._metrics_folder = os.path.join(engines[0].mailbox.folder, "metrics")
         os.mkdir(self._metrics_folder, 0o700)
         self._secret = new_secret()
         self._apis: dict[int, _Api] = {}
         self._deaths: deque[float] = deque(maxlen=_TOO_MANY_DEATHS)
+        self._clients = itertools.count(1)  # numbers by which engines know API processes
         self._received: list[int] = []  # signals
 
     def start(self) -> None:
@@ -123,9 +132,11 @@ class Supervisor:
 
     def _start_one(self, number: int) -> _Api:
         ready, written = os.pipe()
+        engines, client = [one.mailbox for one in self._engines], next(self._clients)
         boot = {
-            "engines": self._engines,
-            "client": number,
+            "engines": engines,
+            "number": number,
+            "client": client,
             "listener": self._opened.fileno(),
             "ready": written,
             "metrics_folder": self._metrics_folder,
@@ -133,11 +144,11 @@ class Supervisor:
             "options": self._options,
             "config": for_children(self._config),
         }
-        keep = (*(one.life for one in self._engines), self._opened.fileno(), written)
+        keep = (*(one.life for one in engines), self._opened.fileno(), written)
         name = f"API process {number}"
         child = Child(API_MAIN, msgspec.msgpack.encode(boot), name=name, keep=keep, keep_env=_TRACING)
         os.close(written)
-        return _Api(number, child, ready)
+        return _Api(number, client, child, ready)
 
     def run(self, say: Callable[[], None]) -> int:
         """Until told to stop (0), or until it cannot go on (1)."""
@@ -181,7 +192,7 @@ class Supervisor:
     def _alive(self) -> list[Mailbox]:
         lost = self._client.lost if isinstance(self._client, SeveralEngines) else {}
         ranks = self._config.parallel_config.engine_ranks
-        return [one for rank, one in zip(ranks, self._engines, strict=True) if rank not in lost]
+        return [one.mailbox for rank, one in zip(ranks, self._engines, strict=True) if rank not in lost]
 
     def _look_after(self) -> bool:
         """Replace API processes that died; False when that happens too often."""
@@ -189,7 +200,7 @@ class Supervisor:
             if api.child.alive:
                 continue
             log.error("%s; its requests are lost, and another takes its place", api.child.why_dead())
-            self._client.client_left(number)
+            self._client.client_left(api.client)
             self._drop(api)
             self._deaths.append(now())
             if len(self._deaths) == _TOO_MANY_DEATHS and now() - self._deaths[0] < _WITHIN_SECONDS:

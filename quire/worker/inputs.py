@@ -168,6 +168,15 @@ def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     return _with_extras(shape, rows) if rows.has_adapters or rows.extras is not None else shape
 
 
+def shape_of_texts(grants: Sequence[Grant]) -> StepShape:
+    """Of an encoder's step: its texts are in no rows of a batch, and lie in the order of the plan."""
+    starts = np.array([grant.start for grant in grants], np.int64)
+    counts = np.array([grant.count for grant in grants], np.int64)
+    samples = np.array([grant.samples for grant in grants], np.bool_)
+    order = np.arange(len(grants))
+    return StepShape(order, starts, counts, np.cumsum(counts), samples, order)
+
+
 def _with_extras(shape: StepShape, rows: Rows) -> StepShape:
     """What the step's own rows bring; a step of rows that bring nothing stays as it is."""
     adapters = rows.adapters[shape.rows]

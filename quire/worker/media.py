@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.base.log import logger
-from quire.checkpoint.media import ITEM, PROMPT
+from quire.checkpoint.media import ITEM, ITEMS, PROMPT
 from quire.layers.vector_places import places_of_vectors, runs_of_vectors
 from quire.schema.media import ArrayData, MediaItem
 from quire.schema.step import Grant, NewRow, StepPlan
@@ -37,7 +37,7 @@ class MediaEncoder(Protocol):
     """A model's towers: what is in an item -> one vector for each of its positions that takes one."""
 
     num_channels: int  # of positions; 0: one
-    both_ways: str  # what attends to itself in both directions: "", "item" or "prompt" (checkpoint/media.py)
+    both_ways: str  # what attends to itself in both directions: "", "item", "items", "prompt" (checkpoint/media.py)
 
     def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
         """[n, width of the embedding], on the device of the model."""
@@ -141,9 +141,10 @@ class WorkerMedia:
             extras.set_channels(row.request_id, known, shift)
         if self._both_ways == PROMPT:
             extras.set_both_ways(row.request_id, ((0, row.num_prompt_tokens),), past_window=True)
-        elif self._both_ways == ITEM:
-            images = [item for item in row.media if item.modality != EMBEDS]
-            extras.set_both_ways(row.request_id, [run for item in images for run in runs_of_vectors(item)])
+        elif self._both_ways in (ITEM, ITEMS):
+            seen = [item for item in row.media if item.modality != EMBEDS]
+            runs = [run for item in seen for run in runs_of_vectors(item)]
+            extras.set_both_ways(row.request_id, runs, are_joined=self._both_ways == ITEMS)
 
     @torch.inference_mode()
     def _encode(self, item: MediaItem) -> Tensor:

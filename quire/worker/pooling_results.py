@@ -8,11 +8,12 @@ plans, which positions were pooled.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,42 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 NOT_FINITE = "the model produced a result that is not finite (NaN or infinite)"
-Complete = Sequence[tuple[str, tuple[PoolingParams, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Requests whose prompts are computed: parallel lists. Vectors of one each may lie in one tensor."""
+
+    names: Sequence[str]
+    params: Sequence[PoolingParams]
+    vectors: Tensor | Sequence[Tensor]  # [requests, width], or [N, width] of each
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def only(self, members: Sequence[int]) -> Complete:
+        """Some of them, in this order."""
+        if len(members) == len(self):
+            return self
+        vectors = self.vectors
+        if isinstance(vectors, Tensor):
+            chosen: Tensor | list[Tensor] = vectors[torch.tensor(members, device=vectors.device)]
+        else:
+            chosen = [vectors[index] for index in members]
+        return Complete([self.names[i] for i in members], [self.params[i] for i in members], chosen)
+
+    def groups(self) -> list[Complete]:
+        """Those with the same parameters together."""
+        by_object: dict[int, list[int]] = {}
+        for index, params in enumerate(self.params):
+            by_object.setdefault(id(params), []).append(index)
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for members in by_object.values():
+            params = self.params[members[0]]
+            columns = None if params.returned_token_ids is None else tuple(params.returned_token_ids)
+            key = params.task, params.use_activation, params.dimensions, columns
+            alike.setdefault(key, []).extend(members)
+        return [self.only(sorted(members)) for members in alike.values()]
 
 
 @dataclass(frozen=True)
@@ -85,26 +121,29 @@ class PendingResults:
     def arrive(self) -> None:
         """The device is past the copies."""
         for names, sizes, values, is_whole in self.groups:
-            finite = bool(values.isfinite().all())
-            for name, part in zip(names, values.split(sizes), strict=True):
-                if not finite and not bool(part.isfinite().all()):
+            values = values.contiguous()
+            num_rows, width = values.shape
+            finite = math.isfinite(values.sum().item())  # False also where the sum is too large: then each is looked at
+            data = values.numpy().view(np.uint8).reshape(-1)
+            row = end = 0
+            for name, size in zip(names, sizes, strict=True):
+                row, end, begin = row + size, end + 4 * size * width, end
+                if not finite and not bool(values[row - size : row].isfinite().all()):
                     self.failed[name] = NOT_FINITE
                     continue
-                part = part[0] if is_whole else part
-                self.pooled[name] = Pooled(tuple(part.shape), "float32", part.contiguous().numpy().tobytes())
+                self.pooled[name] = Pooled(
+                    (width,) if is_whole else (size, width), "float32", data[begin:end].tobytes()
+                )
+            assert row == num_rows, f"{num_rows} rows of results for {row}"
         self.groups.clear()
 
 
 @torch.inference_mode()
 def results_of(model: PoolingModel, rules: ResultRules, complete: Complete) -> PendingResults:
     """Results by request, and reasons for those that have none."""
-    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index, (_, (params, _)) in enumerate(complete):
-        columns = None if params.returned_token_ids is None else tuple(params.returned_token_ids)
-        alike[params.task, params.use_activation, params.dimensions, columns].append(index)
     coming = PendingResults()
-    for members in alike.values():
-        _add_or_fail(model, rules, [complete[index] for index in members], coming)
+    for group in complete.groups():
+        _add_or_fail(model, rules, group, coming)
     return coming
 
 
@@ -114,20 +153,24 @@ def _add_or_fail(model: PoolingModel, rules: ResultRules, requests: Complete, co
         _add_results(model, rules, requests, coming)
     except Exception as wrong:
         if len(requests) > 1:
-            for one in requests:
-                _add_or_fail(model, rules, [one], coming)
+            for index in range(len(requests)):
+                _add_or_fail(model, rules, requests.only([index]), coming)
             return
         log.exception("The result of a pooled request could not be computed")
-        coming.failed[requests[0][0]] = f"the result could not be computed ({type(wrong).__name__})"
+        coming.failed[requests.names[0]] = f"the result could not be computed ({type(wrong).__name__})"
 
 
 def _add_results(model: PoolingModel, rules: ResultRules, requests: Complete, coming: PendingResults) -> None:
     """Of requests with the same parameters: their names, rows of each, the values of all, whether each has one row."""
-    params = requests[0][1][0]
-    vectors = [model.term_weights(one) if rules.weighs_terms else one for _, (_, one) in requests]
-    values = download(_values(model, rules, params, vectors[0] if len(vectors) == 1 else torch.cat(vectors)))
+    params, vectors, sizes = requests.params[0], requests.vectors, [1] * len(requests)
+    if not isinstance(vectors, Tensor):
+        if rules.weighs_terms:
+            vectors = [model.term_weights(one) for one in vectors]
+        sizes = [len(one) for one in vectors]
+        vectors = vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))
+    values = download(_values(model, rules, params, vectors))
     is_whole = params.task in ("embed", "classify", "score")
-    coming.groups.append(([name for name, _ in requests], [len(one) for one in vectors], values, is_whole))
+    coming.groups.append((list(requests.names), sizes, values, is_whole))
 
 
 def _values(model: PoolingModel, rules: ResultRules, params: PoolingParams, vectors: Tensor) -> Tensor:

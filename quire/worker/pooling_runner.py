@@ -10,7 +10,8 @@ Must not know: why this plan, how a model is built or loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,10 +27,10 @@ from quire.ops.texts import text_sums
 from quire.schema.params import PoolingParams, ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs
-from quire.worker.inputs import StepShape, build, places_of, shape_of
+from quire.worker.inputs import StepShape, build, places_of, shape_of, shape_of_texts
 from quire.worker.kv_memory import KVMemory
 from quire.worker.moves import BlockCopies
-from quire.worker.pooling_results import PendingResults, ResultRules, results_of
+from quire.worker.pooling_results import Complete, PendingResults, ResultRules, results_of
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 TYPE_START = "compressed_token_type_ids"
 
 
-@dataclass
+@dataclass(slots=True)
 class PooledRow:
     """A request that is pooled, as far as it is computed."""
 
@@ -47,7 +48,7 @@ class PooledRow:
     kind: str  # CLS | LAST | MEAN | ALL | STEP
     token_ids: tuple[int, ...]
     vector: Tensor | None = None  # [width]: the first, or the sum so far (float32)
-    chunks: list[Tensor] = field(default_factory=list)  # all vectors, chunk by chunk
+    chunks: tuple[Tensor, ...] = ()  # all vectors, chunk by chunk
 
     def take(self, hidden: Tensor, start: int) -> None:
         """The next chunk's hidden states."""
@@ -59,12 +60,12 @@ class PooledRow:
             total = hidden.float().sum(0)
             self.vector = total if self.vector is None else self.vector + total
         else:
-            self.chunks.append(hidden)
+            self.chunks += (hidden,)
 
     def vectors(self) -> Tensor:
         """[N, width], once all chunks are in."""
         if self.kind in ("ALL", "STEP"):
-            hidden = self.chunks[0] if len(self.chunks) == 1 else torch.cat(self.chunks)
+            hidden = self.chunks[0] if len(self.chunks) == 1 else torch.cat(list(self.chunks))
             if self.kind == "STEP" and self.params.step_tag_id is not None:
                 places = [i for i, token in enumerate(self.token_ids) if token == self.params.step_tag_id]
                 hidden = hidden[places]
@@ -99,10 +100,10 @@ def make_pooling_runner(
     backend: AttentionBackend,
     kv: KVMemory,
 ) -> PoolingRunner:
-    """`make_rows`: rows whose tokens lie on a device. An encoder's lie on the host: each is read once."""
+    """`make_rows`: rows whose tokens lie on a device. An encoder's texts are read once, and have none."""
     assert isinstance(model, PoolingModel)  # as runner=pooling has it
     device = model.storage.device
-    rows = make_rows(torch.device("cpu") if model.both_ways else device)
+    rows = make_rows(torch.device("cpu") if model.both_ways else device)  # on CPU they cost nothing until written
     most = config.scheduler_config.max_num_batched_tokens
     inputs = None if device.type == "cpu" or model.both_ways else DeviceInputs(rows, most)
     return PoolingRunner(model, rows, backend, ResultRules.of(config.model_config), kv=kv, inputs=inputs)
@@ -126,6 +127,7 @@ class PoolingRunner:
         self.copies, self._device = BlockCopies(kv), model.storage.device
         self._sums = model.storage.of(text_sums)
         self._pooled: dict[str, PooledRow] = {}
+        self._kinds: dict[str, str] = {}  # of a task
         self._flight: tuple[StepPlan, StepShape, Tensor, float] | None = None
 
     def forward(self, plan: StepPlan) -> None:
@@ -134,14 +136,16 @@ class PoolingRunner:
         if plan.moves:
             self.copies.check(plan.moves)
             self.copies.run(plan.moves, after=False)
-        self.rows.apply(plan)
+        both_ways, pooled = self.model.both_ways, self._pooled
+        if not both_ways:
+            self.rows.apply(plan)
         for name in plan.left:
-            self._pooled.pop(name, None)
+            pooled.pop(name, None)
         for new in plan.joined:
-            self._pooled[new.request_id] = self._row(new)
+            pooled[new.request_id] = self._row(new)
         if plan.grants:
-            shape = shape_of(plan.grants, self.rows)
-            self._flight = plan, shape, self._hidden(shape), began
+            shape = shape_of_texts(plan.grants) if both_ways else shape_of(plan.grants, self.rows)
+            self._flight = plan, shape, self._read(plan.grants, shape) if both_ways else self._hidden(shape), began
             if plan.moves:
                 self.copies.run(plan.moves, after=True)
 
@@ -149,34 +153,38 @@ class PoolingRunner:
         params = new.params
         if isinstance(params, ResolvedParams):  # the warm-up's
             params = PoolingParams(task=self.rules.tasks[0], use_activation=False)
-        return PooledRow(params, self.rules.kind_of(str(params.task)), new.token_ids)
+        task = str(params.task)
+        if (kind := self._kinds.get(task)) is None:
+            kind = self._kinds[task] = self.rules.kind_of(task)
+        return PooledRow(params, kind, new.token_ids)
 
     @torch.inference_mode()
     def _hidden(self, shape: StepShape) -> Tensor:
-        if self.model.both_ways:
-            return self.model.read(self._texts(shape))
         if self.inputs is not None:
             return self.model.forward(self.inputs.build(shape, self.backend).batch)
         return self.model.forward(build(shape, self.rows, self.backend))
 
-    def _texts(self, shape: StepShape) -> Texts:
-        if bool((shape.starts > 0).any()):
+    @torch.inference_mode()
+    def _read(self, grants: Sequence[Grant], shape: StepShape) -> Tensor:
+        """The same of an encoder: each text is here as a whole."""
+        texts = [self._pooled[grant.request_id] for grant in grants]
+        lens = shape.counts.tolist()
+        if bool(shape.starts.any()) or [len(text.token_ids) for text in texts] != lens:
             raise RuntimeError("a plan splits a prompt whose tokens read each other both ways")
         rows, positions = places_of(shape)
-        token_ids = self.rows.tokens.numpy()[rows, positions]
-        tokens, places = upload(np.stack((token_ids, positions)).astype(np.int64), self._device).unbind()
-        return Texts(tokens, tuple(shape.counts.tolist()), self._types(shape, rows, positions), places)
+        both = np.empty((2, len(positions)), np.int64)
+        both[0] = np.fromiter(chain.from_iterable([text.token_ids for text in texts]), np.int64, len(positions))
+        both[1] = positions
+        tokens, places = upload(both, self._device).unbind()
+        return self.model.read(Texts(tokens, tuple(lens), self._types(texts, rows, positions), places))
 
-    def _types(self, shape: StepShape, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """Token types: 1 from where a request says."""
-        starts = {}
-        for row in shape.rows.tolist():
-            extra = self._pooled[self.rows.request_of[row]].params.extra_kwargs
-            if extra and isinstance(begin := extra.get(TYPE_START), int):
-                starts[row] = begin
+    def _types(self, texts: Sequence[PooledRow], rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
+        """Token types: 1 from where a request says. `rows`: which text a token is of."""
+        with_more = [(row, text.params.extra_kwargs) for row, text in enumerate(texts) if text.params.extra_kwargs]
+        starts = {row: begin for row, more in with_more if isinstance(begin := more.get(TYPE_START), int)}
         if not starts:
             return None
-        first = np.full(int(shape.rows[-1]) + 1, np.iinfo(np.int64).max)
+        first = np.full(len(texts), np.iinfo(np.int64).max)
         for row, begin in starts.items():
             first[row] = begin
         return upload((positions >= first[rows]).astype(np.int64), self._device)
@@ -189,8 +197,8 @@ class PoolingRunner:
         plan, shape, hidden, began = flight
         complete = self._take(plan.grants, shape, hidden)
         coming = results_of(self.model, self.rules, complete)
-        for name, _ in complete:
-            self._pooled.pop(name)
+        for name in complete.names:
+            del self._pooled[name]
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()
@@ -198,13 +206,11 @@ class PoolingRunner:
         return PendingPooled(plan, coming, now() - began, ready)
 
     @torch.inference_mode()
-    def _take(
-        self, grants: Sequence[Grant], shape: StepShape, hidden: Tensor
-    ) -> list[tuple[str, tuple[PoolingParams, Tensor]]]:
-        """Hand every row its hidden states; (request, its parameters and vectors) of those that are complete."""
+    def _take(self, grants: Sequence[Grant], shape: StepShape, hidden: Tensor) -> Complete:
+        """Hand every row its hidden states; those that are complete."""
         if bool(shape.samples.all()) and not shape.starts.any():
             return self._take_whole(grants, shape, hidden)
-        complete = []
+        names, rows = [], []
         for hidden_rows, index, start in zip(
             hidden.split(shape.counts.tolist()), shape.grants.tolist(), shape.starts.tolist(), strict=True
         ):
@@ -212,24 +218,21 @@ class PoolingRunner:
             row = self._pooled[grant.request_id]
             row.take(hidden_rows, start)
             if grant.samples:
-                complete.append((grant.request_id, (row.params, row.vectors())))
-        return complete
+                names.append(grant.request_id)
+                rows.append(row)
+        return Complete(names, [row.params for row in rows], [row.vectors() for row in rows])
 
-    def _take_whole(
-        self, grants: Sequence[Grant], shape: StepShape, hidden: Tensor
-    ) -> list[tuple[str, tuple[PoolingParams, Tensor]]]:
+    def _take_whole(self, grants: Sequence[Grant], shape: StepShape, hidden: Tensor) -> Complete:
         """The same of prompts that are all here as a whole: vectors of one kind are made at once."""
         names = [grants[index].request_id for index in shape.grants.tolist()]
         rows = [self._pooled[name] for name in names]
-        counts = shape.counts.tolist()
-        kinds, vectors = {row.kind for row in rows}, None
+        params, kinds, counts = [row.params for row in rows], {row.kind for row in rows}, shape.counts.tolist()
         if kinds == {"MEAN"}:
-            vectors = self._sums(hidden, counts) / upload(shape.counts[:, None].astype(np.float32), hidden.device)
-        elif kinds == {"CLS"} or kinds == {"LAST"}:
+            sizes = upload(shape.counts[:, None].astype(np.float32), hidden.device)
+            return Complete(names, params, self._sums(hidden, counts) / sizes)
+        if kinds == {"CLS"} or kinds == {"LAST"}:
             places = shape.ends - (shape.counts if kinds == {"CLS"} else 1)
-            vectors = hidden[upload(places, hidden.device)]
-        if vectors is not None:
-            return [(name, (row.params, one)) for name, row, one in zip(names, rows, vectors.split(1), strict=True)]
+            return Complete(names, params, hidden[upload(places, hidden.device)])
         for row, part in zip(rows, hidden.split(counts), strict=True):
             row.take(part, 0)
-        return [(name, (row.params, row.vectors())) for name, row in zip(names, rows, strict=True)]
+        return Complete(names, params, [row.vectors() for row in rows])

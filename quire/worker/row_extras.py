@@ -39,6 +39,7 @@ class _PlacedVectors(NamedTuple):
 class _RowRanges(NamedTuple):
     ranges: Sequence[tuple[int, int]]
     past_window: bool
+    are_joined: bool
 
 
 class RowExtras:
@@ -66,10 +67,13 @@ class RowExtras:
             raise RuntimeError(f"request {request_id!r} has {len(known)} channels of positions, others {have.pop()}")
         self._channels[request_id] = _Channels(known, shift)
 
-    def set_both_ways(self, request_id: str, ranges: Sequence[tuple[int, int]], *, past_window: bool = False) -> None:
+    def set_both_ways(
+        self, request_id: str, ranges: Sequence[tuple[int, int]], *, past_window: bool = False,
+        are_joined: bool = False,
+    ) -> None:  # fmt: skip
         """[first, last) of positions that attend to each other in both directions; `past_window`: whatever the
-        window of a layer is."""
-        self._both_ways[request_id] = _RowRanges(ranges, past_window)
+        window of a layer is; `are_joined`: those of one range to those of the others, too."""
+        self._both_ways[request_id] = _RowRanges(ranges, past_window, are_joined)
 
     def forget(self, request_id: str) -> None:
         self.forget_vectors(request_id)
@@ -100,11 +104,13 @@ class RowExtras:
         ranges = []
         for entry, (name, start, count) in enumerate(zip(names, starts.tolist(), counts.tolist(), strict=True)):
             own = self._both_ways.get(name)
-            for first, last in () if own is None else own.ranges:
-                if first < start + count and start < last:
-                    if start + count < last:
-                        raise RuntimeError(f"a plan cuts positions {first} to {last - 1} of request {name!r}")
-                    ranges.append(BothWays(entry, first, last, own is not None and own.past_window))
+            for index, (first, last) in enumerate(() if own is None else own.ranges):
+                if own is not None and first < start + count and start < last:
+                    later = tuple(own.ranges[index + 1 :]) if own.are_joined else ()
+                    end = later[-1][1] if later else last
+                    if start + count < end:
+                        raise RuntimeError(f"a plan cuts positions {first} to {end - 1} of request {name!r}")
+                    ranges.append(BothWays(entry, first, last, own.past_window, later))
         return tuple(ranges)
 
     def channels_of(self, names: Sequence[str], counts: np.ndarray, positions: np.ndarray) -> np.ndarray | None:

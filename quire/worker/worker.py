@@ -357,6 +357,11 @@ class Worker:
                 )
             unused: WorkerMedia = WorkerMedia(None, rows, 0, dtype)  # each request with media fails for itself
             return unused
+        if arch.altup is not None and self.config.model_config.enable_prompt_embeds:
+            raise NotBuiltError(
+                "enable_prompt_embeds is not built for models whose layers have vectors of their own for every token",
+                param="enable_prompt_embeds",
+            )
         width = (arch.embed_width or arch.width) + arch.deepstack * arch.width
         made: WorkerMedia = WorkerMedia(
             self._encoder, rows, width, dtype, embeds=self.group.stage == 0, answers=self.group.is_alone

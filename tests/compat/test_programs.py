@@ -2,8 +2,8 @@
 
 Each runs as a user would run it, on a tiny checkpoint or the embedded model: with `run` in an interpreter of its own,
 one program at least of each kind (offline, chat, several processes, asynchronous) and those that must not depend on the
-interpreter; with `warm.run` in a fork of one that has torch imported (tests/warm_python.py). What it prints is held
-against what must be true.
+interpreter; with `warm.run` in a fork of one that has torch imported (tests/warm_python.py). Of torchrun's programs one
+is started by its command, the other by its launcher in such a fork. What it prints is held against what must be true.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ def run(program: str, *arguments: str, **variables: str) -> str:
 
 
 class Warm:
-    def __init__(self, python: WarmPython) -> None:
-        self._python = python
+    def __init__(self, python: WarmPython, *more: str) -> None:
+        """`more`: what programs import beside torch, and need not import each."""
+        self._python, self._more = python, more
 
     def run(self, program: str, *arguments: str, **variables: str) -> str:
         where, environment = PROGRAMS / f"{program}.py", os.environ | variables
-        return printed_by(self._python.run(where, *arguments, env=environment, timeout=300), program)
+        done = self._python.run(where, *arguments, env=environment, timeout=300, more=self._more)
+        return printed_by(done, program)
 
 
 @pytest.fixture
@@ -89,8 +91,8 @@ def test_basic_generate(model: str) -> None:
     assert len(set(texts)) == 4 and all(texts)
 
 
-def test_pipeline_parallel(model: str) -> None:
-    printed = run("pipeline_parallel", "--model", model, "-pp", "2")
+def test_pipeline_parallel(model: str, warm: Warm) -> None:
+    printed = warm.run("pipeline_parallel", "--model", model, "-pp", "2")
     assert quoted(printed, "Prompt") == PROMPTS
     llm = LLM(model, max_model_len=128)
     try:
@@ -276,9 +278,11 @@ def torchrun(program: str, count: int, *words: str) -> str:
     return done.stdout
 
 
-def test_torchrun(model: str) -> None:
+def test_torchrun(model: str, warm_python: WarmPython) -> None:
     """Every rank runs the program, two of each of two stages, and has every answer."""
-    printed = torchrun("torchrun_example", 4, model)
+    program, launcher = "torchrun_example", Path(__file__).parent / "forked_ranks.py"
+    done = warm_python.run(launcher, "4", str(PROGRAMS / f"{program}.py"), model, env=os.environ, timeout=900)
+    printed = printed_by(done, program)
     assert quoted(printed, "Prompt") == PROMPTS * 5 and all(quoted(printed, "Output"))
     first, *others = (id_lists(printed, f"Rank {rank}")[0] for rank in range(4))
     assert others == [first] * 3 and len(first) == 20 and {len(tokens) for tokens in first} == {12}
@@ -292,13 +296,14 @@ def test_torchrun_dp(tmp_path: Path) -> None:
     assert sorted(lines) == sorted((str(i % 2), f"{i}.Prompt number {i}", "8") for i in range(10))
 
 
-def test_serve_with_two_engines_of_two_ranks(tmp_path: Path) -> None:
+def test_serve_with_two_engines_of_two_ranks(warm_python: WarmPython, tmp_path: Path) -> None:
     """`vllm serve -dp 2 -tp 2` and the openai client, which names engines."""
-    make_tiny("LlamaForCausalLM", tmp_path)
-    code = "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    make_tiny("LlamaForCausalLM", tmp_path / "model")
+    command = tmp_path / "vllm"
+    command.write_text("import sys; from vllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))")
     flags = ("-dp", "2", "-tp", "2", "--dtype", "float32", "--max-model-len", "128", "--port", "0")
-    command = [sys.executable, "-c", code, "serve", str(tmp_path), *flags, "--num-gpu-blocks-override", "60"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    blocks = ("--num-gpu-blocks-override", "60")
+    process = warm_python.start(command, "serve", str(tmp_path / "model"), *flags, *blocks, env=os.environ)
     server = Hosted(process)
     try:
         address = server.wait_for_line(r"Listening at (\S+) ", 600)[1].replace("//0.0.0.0:", "//127.0.0.1:")

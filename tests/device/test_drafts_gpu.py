@@ -14,6 +14,7 @@ from quire.observe.reader import Counter
 from tests.tiny_models import VOCAB, make_tiny
 
 pytestmark = pytest.mark.gpu
+PROMPTS = 132  # half of them greedy
 FEW = [5, 6, 7]
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0, "ignore_eos": True, "allowed_token_ids": FEW},
@@ -41,10 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
     rng = random.Random(1)
     given, params = [], []
-    for i in range(24):
+    for i in range(PROMPTS):
         piece = [rng.randrange(4, VOCAB) for _ in range(rng.randint(2, 12))]
         given.append({"prompt_token_ids": (piece * 8)[: rng.randint(1, 60)]})
-        params.append(SamplingParams(max_tokens=rng.randint(10, 60), detokenize=False, **PARAMS[i % len(PARAMS)]))
+        params.append(SamplingParams(max_tokens=rng.randint(12, 60), detokenize=False, **PARAMS[i % len(PARAMS)]))
     return given, params
 
 

@@ -22,6 +22,7 @@ COMMON: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_me
 ARCHS = (
     "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM",
     "Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM", "BloomForCausalLM", "GPTNeoXForCausalLM",
+    "Gemma3nForCausalLM",
 )  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "graphs and look-ahead": {},

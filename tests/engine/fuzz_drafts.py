@@ -23,7 +23,7 @@ from quire.schema.step import StepPlan
 from tests.engine.test_draft_states import ScriptedDrafter
 from tests.engine.test_drafts import Engine, Found, ask
 from tests.engine.test_speculative import METHODS, Run, answers
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "BambaForCausalLM", "Lfm2ForCausalLM")  # the last two with states
 REGEXES = ["[0-9]{3,9}", "(yes|no)(, (yes|no)){2,4}", "[a-f]{2}-[a-z]+!"]
@@ -45,7 +45,7 @@ class Engines:
 
     def __getitem__(self, name: str) -> Engine:
         if name not in self._made:
-            make_tiny(name, self._folder / name)
+            write_tiny(name, self._folder / name)
             keys = {**METHODS["ngram"], "num_speculative_tokens": 8}
             self._made[name] = Engine(str(self._folder / name), dtype="float32", speculative_config=keys)
         return self._made[name]

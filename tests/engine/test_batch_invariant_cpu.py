@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base import env
 from quire.ops.cpu.native import kernels
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 
 COMMON: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 32 << 20, "seed": 0, "device": "cpu"}
 STATES = ("Qwen3NextForCausalLM", "BambaForCausalLM")  # their runs with few blocks save and reuse states instead
@@ -77,7 +74,7 @@ def check_bits(
 ) -> None:
     monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
     env.forget_all()
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     prompts = prompts_of(4)[: 4 if arch in STATES else 9]
     wanted = bits_of(tmp_path, prompts, dtype=dtype)
     for name, options in runs.items():
@@ -95,7 +92,7 @@ def test_bits_do_not_depend_on_the_batch_in_torch(arch: str, tmp_path: Path, mon
     monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     env.forget_all()
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     prompts = prompts_of(4)[:4]
     wanted = bits_of(tmp_path, prompts, dtype="float32")
     assert bits_of(tmp_path, prompts, dtype="float32", **RUNS["small chunks"]) == wanted
@@ -106,7 +103,7 @@ def test_without_the_mode_they_do_in_torch(tmp_path: Path, monkeypatch: pytest.M
     """The control: if this ever fails, the test above proves nothing."""
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     env.forget_all()
-    make_tiny("Qwen3ForCausalLM", tmp_path)
+    write_tiny("Qwen3ForCausalLM", tmp_path)
     prompts = prompts_of(4)
     wanted = bits_of(tmp_path, prompts, dtype="float32")
     assert any(bits_of(tmp_path, prompts, dtype="float32", **options) != wanted for options in RUNS.values())
@@ -115,7 +112,7 @@ def test_without_the_mode_they_do_in_torch(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 def test_without_the_mode_compiled_float32_products_have_the_same_bits(tmp_path: Path) -> None:
     env.forget_all()
-    make_tiny("Qwen3ForCausalLM", tmp_path)
+    write_tiny("Qwen3ForCausalLM", tmp_path)
     prompts = prompts_of(4)
     wanted = bits_of(tmp_path, prompts, dtype="float32")
     for name, options in RUNS.items():

@@ -28,8 +28,8 @@ from quire.quant.shard import Span
 from quire.schema.errors import ConfigError
 from tests.engine.test_quantized_formats import FORMS
 from tests.paged import Paged
-from tests.quantized import Form, write
-from tests.tiny_models import make_tiny
+from tests.quantized import Form, write, write_files
+from tests.tiny_models import write_tiny
 
 IDS = [list(range(4, 40)), [300, 7, 7, 25]]
 TORCH = Kernels(torch.device("cpu"))
@@ -75,7 +75,7 @@ def test_every_format_is_named() -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_codes_of_a_checkpoint(tmp_path: Path, name: str) -> None:
     form, _, _ = FORMS[name]
-    write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
     plain = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu").create_engine_config()
     whole = load_model(plain, "cpu")
     decoded = dict(matrices_of(whole))
@@ -98,7 +98,7 @@ def test_codes_of_a_checkpoint(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["gptq-4-sym", "ct-w8a8-fp8"])
 def test_a_tensor_that_holds_some_parts_of_a_matrix(tmp_path: Path, name: str) -> None:
     form, _, _ = FORMS[name]
-    write(tmp_path, "Qwen3_5ForCausalLM", Form(form.config, form.write, r"in_proj_(qkv|z)\.weight$"))
+    write_files(tmp_path, "Qwen3_5ForCausalLM", Form(form.config, form.write, r"in_proj_(qkv|z)\.weight$"))
     plain = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu").create_engine_config()
     wanted = dict(matrices_of(load_model(plain, "cpu")))["layers.0.attn.up"].numbers
     up = coded_of(as_on_a_device(tmp_path))["layers.0.attn.up"]
@@ -121,7 +121,7 @@ def test_parts_that_are_coded_differently_stay_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("form", "error"), [("fp8", 0.04), ("int8", 0.01), ("int4", 0.2)])
 def test_numbers_are_rounded_while_they_arrive(tmp_path: Path, form: str, error: float) -> None:
-    make_tiny("Qwen3ForCausalLM", tmp_path)
+    write_tiny("Qwen3ForCausalLM", tmp_path)
     config = EngineArgs(model=str(tmp_path), dtype="float16", device="cpu").create_engine_config()
     config = replace(config, **{"model_config.weight_form": form})
     about = config.model_config
@@ -201,7 +201,7 @@ def test_joined_parts_are_those_of_the_whole() -> None:
     ],
 )
 def test_dummy_weights_of_a_quantized_checkpoint(tmp_path: Path, config: Any, kind: str, group: int) -> None:
-    make_tiny("Qwen3ForCausalLM", tmp_path, hidden_size=64, intermediate_size=64)
+    write_tiny("Qwen3ForCausalLM", tmp_path, hidden_size=64, intermediate_size=64)
     about = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(about))
     (tmp_path / "model.safetensors").unlink()

@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from tests.engine.test_ranks_engine import OPTIONS, values_of
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 SHARED = [(7 * i) % 90 + 3 for i in range(38)]
@@ -52,7 +52,7 @@ def test_short_of_blocks_in_chunks_with_prefixes(name: str, tmp_path: Path, requ
     """One head of keys, and latent vectors, which the suite has in threads."""
     if name.startswith("Deepseek"):
         only_with_every_architecture(request)
-    make_tiny(name, tmp_path)
+    write_tiny(name, tmp_path)
     tokens, logprobs, alone = answers(tmp_path)
     found, shared, counts = answers(
         tmp_path, tensor_parallel_size=2, decode_context_parallel_size=2, num_gpu_blocks_override=12
@@ -77,7 +77,7 @@ def test_short_of_blocks_in_chunks_with_prefixes(name: str, tmp_path: Path, requ
 def test_four_processes(name: str, sizes: dict[str, int], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Partial results are exchanged. The suite has the ranks as threads."""
     only_with_every_architecture(request)
-    make_tiny(name, tmp_path)
+    write_tiny(name, tmp_path)
     tokens, _, _ = answers(tmp_path)
     more = dict(dcp_comm_backend="a2a", cp_kv_cache_interleave_size=4, num_gpu_blocks_override=12)
     found, _, _ = answers(tmp_path, decode_context_parallel_size=2, **sizes, **more)

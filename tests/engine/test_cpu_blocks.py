@@ -18,7 +18,7 @@ from quire.ops.cpu.block import BlocksCall
 from quire.ops.cpu.native import kernels
 from tests import paged
 from tests.tiny_adapters import write_adapter
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, write_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -47,7 +47,7 @@ def test_one_call_or_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, stretches: list[int]
 ) -> None:
     layers = {} if arch in ("Dots1ForCausalLM", "MinistralForCausalLM") else {"num_hidden_layers": 4}
-    make_tiny(arch, tmp_path, **layers)
+    write_tiny(arch, tmp_path, **layers)
     sizes: list[int] = []
     run = BlocksCall.__call__
     monkeypatch.setattr(BlocksCall, "__call__", lambda self, *given: sizes.append(self._count) or run(self, *given))
@@ -120,7 +120,7 @@ def test_adapters_in_one_call_or_one_by_one(
 
 
 def test_weights_that_are_replaced_are_read_from_then_on(tmp_path: Path) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     config = EngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True).create_engine_config()
     model: Any = load_model(config, "cpu")
     run = paged.Paged(model, [prompt["prompt_token_ids"] for prompt in PROMPTS], block_size=4)
@@ -169,7 +169,7 @@ class ForeignAttention(CpuAttention):
 
 
 def test_another_backend_s_cache_leaves_blocks_to_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     config = EngineArgs(
         model=str(tmp_path), dtype="float32", max_model_len=64, skip_tokenizer_init=True
     ).create_engine_config()

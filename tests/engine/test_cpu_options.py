@@ -20,7 +20,7 @@ from quire.quant.packed import PackedChoice
 from quire.quant.shard import Span
 from quire.schema.errors import ConfigError, NotBuiltError
 from tests.engine.test_packed_weights import perplexity
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 PROMPTS = ["The sky is", "Once upon a time there was a king who", "1, 2, 3,", "To be or"]
@@ -83,7 +83,7 @@ def test_parameters_are_counted_as_numbers(llm):
     ("int4wo", "int4_wo"),
 ])  # fmt: skip
 def test_spellings_of_rounding_at_load(tmp_path, given, meant):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     config = EngineArgs(model=str(tmp_path), device="cpu", quantization=given).create_engine_config()
     assert config.model_config.quantization == meant
 
@@ -93,7 +93,7 @@ def test_refused_caches(tmp_path):
         EngineArgs(device="cpu", kv_cache_dtype="nvfp4").create_engine_config()
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         EngineArgs(device="cpu", kv_cache_dtype="int7").create_engine_config()
-    make_tiny("DeepseekV3ForCausalLM", tmp_path)
+    write_tiny("DeepseekV3ForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match="int8 cache"):
         LLM(str(tmp_path), device="cpu", kv_cache_dtype="int8_per_token_head", kv_cache_memory_bytes=8 << 20)
 

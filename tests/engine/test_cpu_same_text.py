@@ -17,7 +17,7 @@ from quire.base import env
 from quire.ops.cpu.native import kernels
 from quire.schema.params import SamplingParams
 from tests.cut_model import cut_gguf, open_cut, tokens
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 LENGTHS = (1, 9, 130, 1019)  # the last one passes 1024 as it goes on
@@ -69,7 +69,7 @@ def assert_same(found: list, wanted: list) -> None:
 @pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "GptOssForCausalLM"])
 def test_random_models(arch: str, tmp_path: Path, switch: Any) -> None:
     """Grouped heads with norms; windows and a soft cap; sinks, biases and experts."""
-    make_tiny(arch, tmp_path, max_position_embeddings=2048)
+    write_tiny(arch, tmp_path, max_position_embeddings=2048)
     prompts = [[(7 * i + 13 * n + i * i) % (VOCAB - 4) + 4 for i in range(n)] for n in LENGTHS]
     switch("off")
     wanted = written(tmp_path, prompts)

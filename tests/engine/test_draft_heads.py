@@ -166,10 +166,15 @@ def load(engine: Engine, folder: Path, keys: dict[str, Any]) -> Drafter:
 
 
 def states_by(model: Any, taps: Sequence[int]) -> Callable[[Sequence[int]], Tensor]:
+    """Most texts are asked for by many tests."""
+    known: dict[tuple[int, ...], Tensor] = {}
+
     @torch.no_grad()
     def states(text: Sequence[int]) -> Tensor:
-        hidden = model(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
-        return torch.cat([hidden[i][0] for i in taps or [-1]], -1)
+        if (key := tuple(text)) not in known:
+            hidden = model(torch.tensor([key]), output_hidden_states=True).hidden_states
+            known[key] = torch.cat([hidden[i][0] for i in taps or [-1]], -1)
+        return known[key]
 
     return states
 
@@ -187,6 +192,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, same_bits: None) -> Iterator
 def kinds(llama: tuple[Engine, Path, Any, Found], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kind]:
     engine, folder, model, plain = llama
     made: dict[str, Kind] = {}
+    readers: dict[tuple[int, ...], Callable[[Sequence[int]], Tensor]] = {}
 
     def kind_of(name: str) -> Kind:
         if name in made:
@@ -198,8 +204,9 @@ def kinds(llama: tuple[Engine, Path, Any, Found], tmp_path_factory: pytest.TempP
         oracle = make(draft, *ends, **more)
         keys = {"method": method, "model": str(draft), "num_speculative_tokens": COUNT, "adaptive": False}
         drafter = load(engine, folder, keys)
-        taps = drafter.model.taps if method == "eagle3" else ()
-        made[name] = Kind(drafter, oracle, engine, states_by(model, taps), plain, keys)
+        taps = tuple(drafter.model.taps) if method == "eagle3" else ()
+        states_of = readers.setdefault(taps, states_by(model, taps))
+        made[name] = Kind(drafter, oracle, engine, states_of, plain, keys)
         return made[name]
 
     return kind_of

@@ -25,7 +25,7 @@ from quire.worker.drafters import Drafter, load_drafter
 from quire.worker.main import PARTS
 from tests.engine.test_drafts import LENGTH, Engine, Found, ask, same_bits
 from tests.engine.test_speculative import Run, answers, disturb
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, make_tiny, write_tiny
 
 __all__ = ["same_bits"]
 
@@ -55,7 +55,7 @@ def requests(count: int = 32) -> list[EngineRequest]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
     """Of the model and of its drafter, and the drafter as transformers has it."""
     model, draft = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("draft")
-    make_tiny("MistralForCausalLM", model)
+    write_tiny("MistralForCausalLM", model)
     theirs = make_tiny("MistralForCausalLM", draft)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_memory_is_shared_by_tokens(tiny: Engine, drafter: Drafter) -> None:
 
 def test_what_cannot_draft_is_said_once(folders: tuple[Path, Path, Any], tmp_path: Path) -> None:
     for name, overrides in (("LlamaForCausalLM", {"vocab_size": VOCAB + 8}), ("MambaForCausalLM", {"state_size": 8})):
-        make_tiny(name, tmp_path / name, **overrides)
+        write_tiny(name, tmp_path / name, **overrides)
     (tmp_path / "empty").mkdir()
     for folder, keys, error, words in (
         ("LlamaForCausalLM", {}, ConfigError, f"vocabulary of {VOCAB + 8} tokens, and the model one of {VOCAB}"),

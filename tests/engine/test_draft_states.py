@@ -21,7 +21,7 @@ from quire.worker.drafts import Drafts
 from tests.engine.test_drafts import Engine, Found, Scripted, ask, same_bits
 from tests.engine.test_speculative import Run, answers, disturb
 from tests.products import marked
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 
 __all__ = ["same_bits"]
 
@@ -69,7 +69,7 @@ def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, same_bits: None
 ) -> Iterator[tuple[Path, Engine, list[EngineRequest], Found]]:
     folder = tmp_path_factory.mktemp("hybrid")
-    make_tiny(request.param, folder)
+    write_tiny(request.param, folder)
     engine = Engine(str(folder), dtype="float32", skip_tokenizer_init=True, speculative_config=KEYS)
     asked = requests(12)
     yield folder, engine, asked, answers(engine, asked, None).found

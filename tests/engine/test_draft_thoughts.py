@@ -31,17 +31,25 @@ def said(llm: LLM) -> list[Any]:
     return [[(one.token_ids, one.text, one.finish_reason) for one in output.outputs] for output in done]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_thoughts_budgets_and_forms(ahead: bool) -> None:
+CONFIG = {"reasoning_parser": "deepseek_v3"}
+
+
+@pytest.fixture(scope="module")
+def expected(same_bits: None) -> list[Any]:
+    """Plain decoding's answers."""
     pytest.importorskip("llguidance")
-    config = {"reasoning_parser": "deepseek_v3"}
-    with LLM(structured_outputs_config=config, async_scheduling=ahead, **SIZES) as plain:
-        expected = said(plain)
-    for answers in expected[1:4]:
+    with LLM(structured_outputs_config=CONFIG, async_scheduling=False, **SIZES) as plain:
+        found = said(plain)
+    for answers in found[1:4]:
         assert all(text.partition("</think>")[2] for _, text, _ in answers)
+    return found
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_thoughts_budgets_and_forms(expected: list[Any], ahead: bool) -> None:
     keys = {"method": "suffix", "num_speculative_tokens": 8, "adaptive": False}
     with LLM(
-        structured_outputs_config=config, speculative_config=keys, disable_log_stats=False, async_scheduling=ahead,
+        structured_outputs_config=CONFIG, speculative_config=keys, disable_log_stats=False, async_scheduling=ahead,
         **SIZES,
     ) as drafting:  # fmt: skip
         assert [said(drafting) for _ in range(2)] == [expected, expected]

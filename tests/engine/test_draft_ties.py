@@ -17,7 +17,7 @@ from tests.engine.test_draft_equality import requests
 from tests.engine.test_draft_states import ScriptedDrafter
 from tests.engine.test_drafts import Engine, Scripted, ask
 from tests.engine.test_speculative import METHODS, answers
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 
 pytestmark = pytest.mark.long
 APART = {"float32": 1e-3, "bfloat16": 0.1}  # log probabilities of tokens that count as a tie
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.delenv("QUIRE_BATCH_INVARIANT", raising=False)
     env.forget_all()
     made = tmp_path_factory.mktemp("tiny")
-    make_tiny("LlamaForCausalLM", made)
+    write_tiny("LlamaForCausalLM", made)
     yield made
     patch.undo()
     env.forget_all()

@@ -29,7 +29,7 @@ from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from quire.worker.drafts import Drafts
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 from tests.worker.driver import Asked
 from tests.worker.fakes import FakeModel, make_runner
 from tests.worker.test_steps import alone
@@ -156,7 +156,7 @@ def same_bits() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, same_bits: None) -> Iterator[Engine]:
     folder: Path = tmp_path_factory.mktemp("tiny")
-    make_tiny("MistralForCausalLM", folder)  # windows, so that blocks are given back too
+    write_tiny("MistralForCausalLM", folder)  # windows, so that blocks are given back too
     made = Engine(str(folder), dtype="float32", skip_tokenizer_init=True)
     yield made
     made.close()

@@ -19,7 +19,7 @@ from quire.schema.messages import EngineRequest
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.runner import PendingStep
 from tests.engine.test_drafts import DRAFTS, PARAMS, SHAPES, Engine, Scripted, ask, same_bits
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 from tests.worker.test_adapter_graphs import LateBackend
 
 __all__ = ["same_bits"]
@@ -42,7 +42,7 @@ def staged(engine: Engine) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, same_bits: None) -> Iterator[Engine]:
     folder: Path = tmp_path_factory.mktemp("tiny")
-    make_tiny("MistralForCausalLM", folder)
+    write_tiny("MistralForCausalLM", folder)
     made = Engine(str(folder), dtype="float32", skip_tokenizer_init=True)
     with staged(made):
         yield made

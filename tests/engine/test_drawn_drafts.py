@@ -25,7 +25,7 @@ from tests.engine.test_drafts import LENGTH, Engine, same_bits
 from tests.engine.test_speculative import Run, answers
 from tests.products import marked
 from tests.sampling.test_rejection import pearson
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, write_tiny
 
 __all__ = ["same_bits"]
 
@@ -63,7 +63,7 @@ def drafter_of(
         folder, theirs = tmp_path_factory.mktemp(method), model[1]
         ends = theirs.model.embed_tokens.weight.data, theirs.lm_head.weight.data
         if method == "draft_model":
-            make_tiny("LlamaForCausalLM", folder, vocab_size=TOKENS, num_hidden_layers=1, seed=8)
+            write_tiny("LlamaForCausalLM", folder, vocab_size=TOKENS, num_hidden_layers=1, seed=8)
         elif method == "eagle":
             tiny_drafters.eagle(folder, *ends, own=False)
         else:

@@ -34,7 +34,7 @@ from tests.seq2seq_models import (
     greedy,
     make_model,
 )
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 COUNT = 8
@@ -435,7 +435,7 @@ def test_beams_equal_transformers(thorough: Served) -> None:
 
 
 def test_a_decoder_takes_no_encoder_s_prompt(tmp_path: Path) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     llm = LLM(str(tmp_path), dtype="float32", max_model_len=64, max_num_seqs=2)
     with pytest.raises(InputError, match="not an encoder-decoder"):
         llm.generate([{"encoder_prompt": "a", "decoder_prompt": "b"}], GREEDY)

@@ -262,7 +262,7 @@ def test_killing_the_engine_in_the_middle_of_streams(tiny):
     async def main() -> None:
         engine = async_engine(tiny[0])
         begun = asyncio.Event()
-        tasks = [asyncio.create_task(listen(engine, str(i), begun)) for i in range(24)]  # 8 at once
+        tasks = [asyncio.create_task(listen(engine, str(i), begun)) for i in range(200)]  # 8 at once
         await asyncio.wait_for(begun.wait(), 60)
         os.kill(engine.front.client._reader.child.pid, signal.SIGKILL)
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)

@@ -14,7 +14,7 @@ import pytest
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from quire.schema.errors import EngineDeadError
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 OPTIONS: dict[str, Any] = dict(
@@ -62,7 +62,7 @@ def answers(folder: Path, **options: Any) -> tuple[list[list[int]], list[list[fl
 def test_two_engines_with_half_of_the_experts_each_answer_as_one(
     mixture: str, placement: str, ranks: int, other: dict[str, Any], tmp_path: Path
 ) -> None:
-    make_tiny(mixture, tmp_path)
+    write_tiny(mixture, tmp_path)
     tokens, logprobs, (whole,) = answers(tmp_path)
     more = dict(expert_placement_strategy=placement, tensor_parallel_size=ranks, **SPREAD, **other)
     shared_tokens, shared_logprobs, shares = answers(tmp_path, **more)
@@ -84,7 +84,7 @@ def test_whoever_has_requests_nobody_waits_for_ever_and_all_end_together(
     """Requests of one engine only, of both, come and go, some are given up; then one engine is killed."""
     if other == STAGES and not request.config.getoption("--every-architecture"):
         pytest.skip("--every-architecture")
-    make_tiny("MixtralForCausalLM", tmp_path)
+    write_tiny("MixtralForCausalLM", tmp_path)
     rng, choices = random.Random(7), prompts(5, 12)
 
     async def ask(llm: AsyncLLM, name: str, engine: int | None, length: int, gives_up: bool) -> int:

@@ -1,18 +1,12 @@
 """Models with running states through the whole engine, with states saved for reuse: tokens equal transformers' whatever
 is reused, preempted, looked ahead or cut; and what the options of states mean."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.schema.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import make_tiny
-
 from tests.engine.test_every_architecture import greedy_by_transformers, prompts_of
+from tests.tiny_models import make_tiny, write_tiny
 
 COMMON = {"dtype": "float32", "max_model_len": 112, "disable_log_stats": False, "enable_prefix_caching": True}
 # Blocks with which eight requests do not fit at once.
@@ -70,7 +64,7 @@ def check_reused_states(arch, runs, tmp_path):
 
 
 def test_without_reuse_a_request_has_one_state(tmp_path):
-    make_tiny("Qwen3NextForCausalLM", tmp_path)
+    write_tiny("Qwen3NextForCausalLM", tmp_path)
     llm = LLM(str(tmp_path), dtype="float32", max_model_len=256, block_size=16)
     assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
     layout = llm.llm_engine.front.client.loop.scheduler.kv
@@ -79,7 +73,7 @@ def test_without_reuse_a_request_has_one_state(tmp_path):
 
 
 def test_precision_of_states(tmp_path):
-    make_tiny("Qwen3NextForCausalLM", tmp_path)
+    write_tiny("Qwen3NextForCausalLM", tmp_path)
     for options, wanted in (
         ({}, {("float32", "bfloat16")}),
         ({"mamba_cache_dtype": "float16"}, {("float16", "float16")}),
@@ -94,7 +88,7 @@ def test_precision_of_states(tmp_path):
 
 
 def test_options_that_contradict_each_other(tmp_path):
-    make_tiny("Mamba2ForCausalLM", tmp_path)
+    write_tiny("Mamba2ForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match=r"mamba_block_size=64.*enable_prefix_caching"):
         LLM(str(tmp_path), max_model_len=64, mamba_block_size=64)
     with pytest.raises(ConfigError, match=r"mamba_cache_mode=align.*enable_prefix_caching"):

@@ -20,7 +20,7 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.ops.cpu.native import kernels, usable
 from tests.engine.test_every_architecture import FEW_BLOCKS, STATES
-from tests.tiny_models import ARCHS, VOCAB, make_tiny
+from tests.tiny_models import ARCHS, VOCAB, write_tiny
 
 ASKED = "QUIRE_TEST_INVARIANCE" in os.environ
 pytestmark = pytest.mark.skipif(not ASKED, reason="`make invariance` runs it")
@@ -102,7 +102,7 @@ def few_blocks(arch: str) -> dict[str, Any]:
 def test_bits(arch: str, form: str, chosen: str, tmp_path: Path) -> None:
     if chosen == "off" and form == "packed":
         pytest.skip("packing is compiled code")
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     wanted: list[list[tuple[int, float]]] = []
     differing = []
     for name, (count, options) in RUNS.items():

@@ -19,7 +19,7 @@ from quire.ops.norm import rms_norm
 from quire.ops.op import FormTable, Kernels, op
 from quire.ops.packed import likes_panels
 from tests.paged import Paged
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 PROMPTS = [[7, 9, 30, 4, 11, 80, 21, 6, 45], [5, 6]]
 TORCH_ONLY = Kernels(torch.device("cpu"))
@@ -54,7 +54,7 @@ def forms(model: Any) -> set[str]:
 @needs_kernels
 @pytest.mark.parametrize("order", list(permutations(range(3)))[:4])
 def test_models_of_one_process_share_no_choice(tmp_path: Path, order: tuple[int, ...]) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path, hidden_size=64, intermediate_size=96)
+    write_tiny("LlamaForCausalLM", tmp_path, hidden_size=64, intermediate_size=96)
     panels = WithPanels(HERE.device, HERE.table, HERE.library)
     kinds: list[tuple[Kernels, dict[str, Any], set[str], bool]] = [
         (TORCH_ONLY, {"dtype": "float32"}, {"plain"}, False),
@@ -75,7 +75,7 @@ def test_models_of_one_process_share_no_choice(tmp_path: Path, order: tuple[int,
 
 @needs_kernels
 def test_the_environment_changes_no_model_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     kernels = Kernels.here("cpu")
     model = built(tmp_path, kernels, dtype="float32")
     wanted = logits(model)

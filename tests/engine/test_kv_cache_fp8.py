@@ -14,13 +14,13 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.cross import WithCross
 from quire.base import env
 from quire.checkpoint.quantization import has_fp8_cache
+from quire.checkpoint.weight_files import find_weights
 from quire.config import EngineArgs
-from quire.loader.files import find_weights
 from quire.loader.kv_scales import LayerScales, is_cache_scale, layer_number, read_kv_scales
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from quire.schema.kv import KVKind, KVSpec
 from tests.attention_case import RULE_NAMES, RULES, CodedCase
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 MIX = [(12, 5), (150, 1), (9, 9), (3, 1), (170, 31), (60, 0), (128, 1), (2, 2), (64, 1)]
@@ -34,7 +34,7 @@ def open_tiny(folder, **options):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    make_tiny("LlamaForCausalLM", folder, num_hidden_layers=2)
+    write_tiny("LlamaForCausalLM", folder, num_hidden_layers=2)
     return folder
 
 

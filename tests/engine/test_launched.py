@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.executor.launched import launched_rank, places
 from quire.schema.errors import ConfigError
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def torchrun(*words: str, count: int = 2) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
 def test_every_rank_has_every_answer(tensor: int, stages: int, tmp_path: Path) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     done = torchrun("-m", "tests.launched_probe", str(tmp_path), str(tmp_path), str(tensor), str(stages))
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))

@@ -11,7 +11,7 @@ import torch
 from quire import EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from quire.loader.adapter import HostAdapter
 from tests.tiny_adapters import write_folder
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 NUM_ADAPTERS, NUM_SLOTS, NUM_COPIES = 300, 8, 16
 NUM_WAITING = 40  # requests of these that wait or run at any time
@@ -44,7 +44,7 @@ def num_copies() -> int:
 
 
 def test_none_starves_and_none_stays(tmp_path: Path) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path / "model", num_hidden_layers=1)
+    write_tiny("LlamaForCausalLM", tmp_path / "model", num_hidden_layers=1)
     loras = [write_head(tmp_path / f"a{number}", number) for number in range(NUM_ADAPTERS + 1)]
     args = EngineArgs(
         model=str(tmp_path / "model"), dtype="float32", enable_lora=True, max_loras=NUM_SLOTS, max_lora_rank=8,

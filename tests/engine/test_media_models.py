@@ -18,7 +18,7 @@ from quire import LLM, SamplingParams
 from quire.checkpoint.media import MODALITIES
 from quire.sched.gates import TokenBudget
 from quire.sched.scheduler import Scheduler
-from quire.schema.errors import NotBuiltError
+from quire.schema.errors import InputError, NotBuiltError
 from tests import seq2seq_models
 from tests.media_models import (
     FAMILIES,
@@ -60,6 +60,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 THOROUGH = (
     "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration", "Ovis2ForConditionalGeneration", "Phi4MultimodalForCausalLM",
+    "Gemma3nForConditionalGeneration audio",
+    "Molmo2ForConditionalGeneration",
 )  # fmt: skip
 
 
@@ -82,15 +84,16 @@ def test_tokens_equal_transformers(served: Served) -> None:
         [text(8, 2), b, text(9, 1)],
         [text(10, 1), c, text(12, 1), c, text(11, 5)],  # one twice
     ]
-    for pieces, answer in zip(prompts, served.answers(prompts), strict=True):
+    answers = served.answers(prompts)
+    for pieces, answer in zip(prompts, answers, strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
     longer = [[*prompts[0], text(20, 7)], [text(3, 3), a, text(21, 30)]]  # prefixes that end after an item, and in one
     for pieces, answer in zip(longer, served.answers(longer), strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
-    check_chunks(served, prompts, 7)
+    check_chunks(served, prompts, answers, 7)
 
 
-def check_chunks(served: Served, prompts: list[list[Any]], *sizes: int) -> None:
+def check_chunks(served: Served, prompts: list[list[Any]], expected: list[list[int]], *sizes: int) -> None:
     """Answers of the first two prompts with prefix hits, and of all but the first without, in steps of these sizes."""
     budget = next(gate for gate in served.scheduler.planner.gates if isinstance(gate, TokenBudget))
     encoder = served.scheduler.planner.encoder
@@ -98,8 +101,8 @@ def check_chunks(served: Served, prompts: list[list[Any]], *sizes: int) -> None:
     if encoder.whole_items:
         if not served.scheduler.kv.caching:
             return  # prompts are computed whole
-        sizes = tuple(max(size, 20) for size in sizes)
-    whole, expected = budget.most, served.answers(prompts)
+        sizes = tuple(max(size, 64 if encoder.joined else 20) for size in sizes)
+    whole = budget.most
     for chunk in sizes:
         budget.most = chunk
         assert served.answers(prompts[:2]) == expected[:2], f"with prefix hits, in chunks of {chunk}"
@@ -111,8 +114,39 @@ def check_chunks(served: Served, prompts: list[list[Any]], *sizes: int) -> None:
 
 def test_steps_of_every_size(thorough: Served) -> None:
     a, b, c = thorough.items
-    check_chunks(thorough, [[text(1, 5), a, text(2, 9)], [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],
-                            [text(7, 20)], [text(10, 1), c, text(12, 1), c, text(11, 5)]], 64, 7, 1)  # fmt: skip
+    prompts: list[list[Any]] = [[text(1, 5), a, text(2, 9)], [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],
+               [text(7, 20)], [text(10, 1), c, text(12, 1), c, text(11, 5)]]  # fmt: skip
+    check_chunks(thorough, prompts, thorough.answers(prompts), 64, 7, 1)
+
+
+def test_items_that_attend_to_each_other(tmp_path: Path) -> None:
+    """Of Molmo 2: text before and after them is cut, prefixes are found with the same items only, and what does not fit
+    one step is refused."""
+    name = "Molmo2ForConditionalGeneration"
+    served = Served(name, tmp_path, max_num_batched_tokens=64)
+    a, b, c = served.items
+    budget = next(gate for gate in served.scheduler.planner.gates if isinstance(gate, TokenBudget))
+    budget.most = 20
+    for pieces in ([text(1, 50), a, text(2, 45)], [a, text(3, 33)], [text(4, 33), a]):
+        (answer,) = served.answers([pieces])
+        assert is_greedy(name, served.model, pieces, answer)
+    budget.most = 64
+    between = text(6, 5)
+    cached = []
+    for pieces in (
+        [text(5, 20), a, between, b, text(7, 20)],
+        [text(5, 20), a, between, b, text(8, 9)],  # all items are there
+        [text(5, 20), a, between, c, text(7, 20)],  # an item before another one
+        [text(5, 20), a, text(9, 5), b, text(7, 20)],  # other text between them
+        [text(5, 20), a, between, text(7, 20)],  # none behind
+    ):
+        (output,) = served.llm.generate([prompt_of(pieces)], GREEDY, use_tqdm=False)
+        cached.append(output.num_cached_tokens)
+        assert is_greedy(name, served.model, pieces, list(output.outputs[0].token_ids))
+    assert cached[0] == 0 and cached[1] >= 48 and cached[2:] == [16, 16, 16]
+    with pytest.raises(InputError, match="a step takes 64 of a prompt at most; all items of a prompt are in one step"):
+        served.answers([[a, text(10, 60), b]])
+    served.llm.close()
 
 
 def test_every_declared_family_is_tested() -> None:

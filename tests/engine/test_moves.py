@@ -17,7 +17,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.messages import EngineRequest
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Move, StepPlan
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 PROMPT = tuple(range(20, 55))  # two blocks of 16, and three tokens
 NUM_SLOTS = 16
@@ -63,7 +63,7 @@ class Steps:
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Iterator[Steps]:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     made = Steps(tmp_path)
     yield made
     made.executor.shutdown()

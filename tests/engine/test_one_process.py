@@ -18,7 +18,7 @@ from quire.ops.cpu.native import kernels
 from quire.ops.linear import linear
 from quire.ops.moe import Mixture, run_experts, run_mixture
 from tests.replaced_form import replaced
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 PROMPTS = [{"prompt_token_ids": [7, 9, 30, 4, 11, 80, 21, 6, 45]}, {"prompt_token_ids": [5, 6]}]
@@ -43,7 +43,7 @@ print(len(before), any("native" in name for name in after.values()))
 
 @pytest.mark.parametrize("changes", [{}, {"QUIRE_CPU_KERNELS": "off"}], ids=["own", "off"])
 def test_a_worker_changes_no_choice(tmp_path: Path, changes: dict[str, str]) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     program = [sys.executable, "-c", BEFORE_AND_AFTER % str(tmp_path)]
     changes = {"QUIRE_ENABLE_V1_MULTIPROCESSING": "0", **changes}
     done = subprocess.run(program, env=env.child_environment(changes), capture_output=True, text=True, timeout=120)
@@ -77,7 +77,7 @@ def test_each_engine_keeps_its_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, options: dict[str, Any]
 ) -> None:
     """An engine computes what it was built to compute, whatever engines of another mode were built since."""
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)
 
     def answers(llm: LLM) -> list[list[tuple[int, float]]]:
@@ -100,7 +100,7 @@ def test_each_engine_keeps_its_mode(
 @needs_kernels
 def test_an_engine_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses are taken again long after a model was built, when another engine is to run without kernels."""
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
 
     def answers(llm: LLM) -> list[list[int]]:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -21,7 +21,7 @@ from quire.models.build import Model
 from quire.ops.cpu.forms import register
 from quire.ops.cpu.native import kernels
 from quire.quant.shard import ALONE, ShardGroup
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 
@@ -33,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QUIRE_CPU_PACKED_CACHE", "1")
     monkeypatch.setattr(packed_cache, "LEAST_BYTES", 1)
     env.forget_all()
-    make_tiny("LlamaForCausalLM", tmp_path / "model")
+    write_tiny("LlamaForCausalLM", tmp_path / "model")
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def same(one: Model, other: Model) -> bool:
     "arch", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel"]
 )
 def test_the_file_holds_the_whole_model(root: Path, arch: str) -> None:
-    make_tiny(arch, root / "model")
+    write_tiny(arch, root / "model")
     first, second = loaded(root), loaded(root)
     assert same(first, second)
     hidden = torch.randn(3, first.arch.width)

@@ -20,7 +20,7 @@ from quire.ops.cpu.native import kernels
 from quire.ops.packed import unpack
 from quire.quant.shard import ShardGroup
 from quire.schema.errors import ConfigError
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 TEXT = (
@@ -96,7 +96,7 @@ def test_a_dtype_and_gguf_together_keep_the_blocks():
 def test_rounded_at_load(tmp_path, arch, name, error):
     """Every matrix whose rows are whole blocks is packed; routers and what layers read themselves stay plain."""
     register()
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     models = [
         load_model(EngineArgs(model=str(tmp_path), dtype="float32", device="cpu", **more).create_engine_config(), "cpu")
         for more in ({}, {"quantization": name})
@@ -125,7 +125,7 @@ def test_rounded_at_load(tmp_path, arch, name, error):
 def test_new_weights_replace_old_ones(tmp_path):
     """load_weights on a packed model, with parts in any order and other numbers than before."""
     register()
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     args = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu", quantization="int8_wo")
     config = args.create_engine_config()
     model = load_model(config, "cpu")
@@ -140,7 +140,7 @@ def test_new_weights_replace_old_ones(tmp_path):
 def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="needs an unquantized checkpoint"):
         EngineArgs(device="cpu", quantization="int8_wo").create_engine_config()
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     env.CPU_KERNELS.forget()
     try:
@@ -159,7 +159,7 @@ def test_ranks_pack_what_one_would(tmp_path, arch):
     """The numbers of all ranks side by side are those of a model that is not cut."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4}
     more = {"moe_intermediate_size": 64} if "Moe" in arch else {}
-    make_tiny(arch, tmp_path, **sizes, **more)
+    write_tiny(arch, tmp_path, **sizes, **more)
     args = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu", quantization="int8_wo")
     config = args.create_engine_config()
     whole = packed_matrices(load_model(config, "cpu"))

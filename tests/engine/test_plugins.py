@@ -16,9 +16,7 @@ from quire.base import env, plugins
 from quire.config import outside
 from quire.models.zoo import ZOO
 from quire.schema.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import make_tiny
+from tests.tiny_models import make_tiny, write_tiny
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = [[17, 44, 101, 9, 230, 77, 5]]
@@ -119,7 +117,7 @@ def test_bad_registrations_are_errors(wrong):
 
 
 def test_a_class_that_cannot_be_found_is_one_clear_error(tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match="no_such_module:Thing"):
         tokens(tmp_path, model_class_overrides={"LlamaForCausalLM": "no_such_module:Thing"})
 
@@ -269,7 +267,7 @@ def test_remote_code_runs_with_trust(remote):
 
 
 def test_unknown_models_are_one_clear_error(tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     rename(tmp_path, model_type="never_heard_of", architectures=["NeverHeardOf"])
     with pytest.raises(ConfigError, match=r"never_heard_of.*NeverHeardOf"):
         tokens(tmp_path)

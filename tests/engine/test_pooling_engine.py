@@ -17,7 +17,7 @@ from quire import LLM, PoolingParams, SamplingParams
 from quire.config import EngineArgs
 from quire.config.model import PoolerConfig
 from quire.schema.errors import CheckpointError, ConfigError, InputError
-from quire.worker.pooling_results import ResultRules, results_of
+from quire.worker.pooling_results import Complete, ResultRules, results_of
 from tests.pooling_models import VOCAB, make_pooling, write_sentence_files
 
 
@@ -248,7 +248,8 @@ def test_an_error_is_that_of_one_request() -> None:
         return vectors * 2
 
     params = PoolingParams(task="embed", use_activation=False)
-    complete = [(name, (params, torch.full((1, 2), value))) for name, value in (("a", 1.0), ("b", 13.0), ("c", 3.0))]
+    values = torch.tensor([1.0, 13.0, 3.0])[:, None].repeat(1, 2)
+    complete = Complete(["a", "b", "c"], [params] * 3, values)
     model, rules = Mock(embed=embed), ResultRules(PoolerConfig(), ("embed",), "")
     coming = results_of(model, rules, complete)
     coming.arrive()
@@ -305,3 +306,31 @@ def test_types_of_results(bert: Path) -> None:
     assert isinstance(one.outputs.data, torch.Tensor) and one.outputs.data.dtype is torch.float32
     assert embedded.outputs.hidden_size == 32 and one.outputs.data.tolist() == embedded.outputs.embedding
     assert struct.pack("32f", *embedded.outputs.embedding) == one.outputs.data.numpy().tobytes()
+
+
+def test_texts_run_while_later_ones_are_read(bert: Path) -> None:
+    """More prompts than are prepared at once: results in their order, and those of both kinds of parameters."""
+    texts = texts_of(*[1 + index % 13 for index in range(300)])
+    raw = PoolingParams(task="embed", use_activation=False)
+    with engine(bert, max_num_batched_tokens=128, max_num_seqs=8) as llm:
+        given = [llm.embed([text], pooling_params=raw, use_tqdm=False)[0] for text in texts[:14]]
+        params = [raw if index < 14 else PoolingParams(task="embed") for index in range(len(texts))]
+        results = llm.embed(texts, pooling_params=params, use_tqdm=False)
+        assert [one.prompt_token_ids for one in results] == texts
+        assert all(near(one.outputs.embedding, other.outputs.embedding)
+                   for one, other in zip(given, results, strict=False))  # fmt: skip
+        assert abs(sum(x * x for x in results[-1].outputs.embedding) - 1) < 1e-5
+        front = llm.llm_engine.front
+        with pytest.raises(InputError, match="out of vocabulary"):  # far behind what runs by then
+            llm.embed([*texts, [VOCAB]], use_tqdm=False)
+        assert not llm.llm_engine.has_unfinished_requests() and not front.client.loop.live_ids()
+        assert near(vectors(llm, texts[:1])[0], vectors(llm, texts)[0])
+
+
+def test_many_strings_are_tokenized_as_each_alone(bert: Path) -> None:
+    words = ["cat", "dog sat", "the cat sat", "a"]
+    with engine(bert) as llm:
+        texts = [f"{words[index % 4]} {words[index % 3]}" for index in range(150)]
+        together = llm.embed(texts, use_tqdm=False)
+        alone = {text: llm.embed(text, use_tqdm=False)[0].prompt_token_ids for text in set(texts)}
+    assert [one.prompt_token_ids for one in together] == [alone[text] for text in texts]

@@ -107,6 +107,13 @@ def test_other_forms_of_the_same_numbers(tiny: tuple[str, transformers.PreTraine
     assert llm.generate({"prompt_embeds": one}, GREEDY)[0].outputs[0].token_ids == expected, "the engine goes on"
 
 
+def test_models_with_vectors_per_layer_refuse_them(tmp_path: Path) -> None:
+    """Their layers look vectors up by token, and embeddings have none."""
+    make_tiny("Gemma3nForCausalLM", tmp_path)
+    with pytest.raises(NotBuiltError, match="enable_prompt_embeds is not built for models whose layers have vectors"):
+        LLM(str(tmp_path), enable_prompt_embeds=True, max_model_len=64)
+
+
 def test_not_enabled(tiny: tuple[str, transformers.PreTrainedModel]) -> None:
     llm = LLM(tiny[0], dtype="float32", max_model_len=64)
     with pytest.raises(InputError, match="enable_prompt_embeds=True"):

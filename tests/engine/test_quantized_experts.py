@@ -41,12 +41,13 @@ from tests.quantized import (
     save_again,
     small_floats,
     write,
+    write_files,
     write_gpt_oss,
     write_stacked,
 )  # fmt: skip
 from tests.tiny_adapters import expert_modules, write_adapter
 from tests.tiny_adapters import write_stacked as write_stacked_adapter
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 E4M3 = torch.float8_e4m3fn
 EXPERTS = r"experts\.\d+\.\w+\.weight$"
@@ -313,7 +314,7 @@ def test_stacks_that_do_not_fit_are_refused(tmp_path):
 
 def test_plain_experts_are_rounded_to_fp8(tmp_path, monkeypatch):
     """As each comes: no tensor of all experts in more bits is ever made."""
-    make_tiny("Qwen3MoeForCausalLM", tmp_path)
+    write_tiny("Qwen3MoeForCausalLM", tmp_path)
     plain = load_file(tmp_path / "model.safetensors")
     config = configured(tmp_path)
     object.__setattr__(config.model_config, "weight_form", "fp8")
@@ -379,7 +380,7 @@ def test_rows_of_zeros_can_be_rounded():
     ],
 )
 def test_dummy_weights_have_the_layout_of_the_configuration(tmp_path, settings, wanted):
-    make_tiny("Qwen3MoeForCausalLM", tmp_path, moe_intermediate_size=64, hidden_size=128)
+    write_tiny("Qwen3MoeForCausalLM", tmp_path, moe_intermediate_size=64, hidden_size=128)
     about = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**about, "quantization_config": settings}))
     assert expected_layout(read_quantization({"quantization_config": settings})) == wanted
@@ -403,7 +404,7 @@ def test_dummy_weights_have_the_layout_of_the_configuration(tmp_path, settings, 
 @pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "LlamaForCausalLM"])
 def test_what_a_gpu_keeps(tmp_path, arch):
     """Codes, of the checkpoint or of fp8 while loading; all numbers for exact float32, unless codes are asked for."""
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     options = {"model": str(tmp_path), "device": "cuda", "dtype": "bfloat16"}
     assert EngineArgs(**options, quantization="fp8").create_engine_config().model_config.weight_form == "fp8"
     about = json.loads((tmp_path / "config.json").read_text())
@@ -420,7 +421,7 @@ def test_what_a_gpu_keeps(tmp_path, arch):
 
 def test_one_expert_alone_computes_what_all_do(tmp_path):
     """As adapters of experts need it: the two matmuls of one expert, apart."""
-    write(tmp_path, "Qwen3MoeForCausalLM", MORE["awq"])
+    write_files(tmp_path, "Qwen3MoeForCausalLM", MORE["awq"])
     stored = mixtures(load(tmp_path))[0]
     x, one = torch.randn(3, stored.shape.matrices()[0].width.count), torch.ones(3, 1)
     for expert in range(2):
@@ -432,7 +433,7 @@ def test_one_expert_alone_computes_what_all_do(tmp_path):
 
 def test_experts_that_replace_others_are_coded_alike(tmp_path):
     """Graphs read the memory of the first ones: another form would leave it behind."""
-    write(tmp_path, "Qwen3MoeForCausalLM", MORE["awq"])
+    write_files(tmp_path, "Qwen3MoeForCausalLM", MORE["awq"])
     model = load(tmp_path)
     side = mixtures(model)[0].up
     codes = side.codes

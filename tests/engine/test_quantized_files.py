@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from quire.base import env
 from quire.checkpoint.quantization import read_quantization
+from quire.checkpoint.weight_files import find_weights
 from quire.config import EngineArgs
 from quire.loader.coded_stage import CodedStage
-from quire.loader.files import WeightPiece, find_weights, read_directory, read_metadata
+from quire.loader.files import WeightPiece, read_directory, read_metadata
 from quire.loader.formats.parts import TensorAbout
 from quire.loader.load import load_model
 from quire.ops.cpu.native import kernels
@@ -24,8 +25,8 @@ from quire.quant.coded import AffineCodes, FloatCodes
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from tests.engine.test_quantized_formats import FORMS, QUARK_MX4, error_to
 from tests.exporters import ao_float8, ao_int4, ao_integers, ao_tiles, hqq
-from tests.quantized import Form, awq, compressed, gptq, packed_ints, small_floats, static, write
-from tests.tiny_models import make_tiny
+from tests.quantized import Form, awq, compressed, gptq, packed_ints, small_floats, static, write, write_files
+from tests.tiny_models import write_tiny
 
 GPTQ = gptq(4, 32, True)
 FP8 = Form({"quant_method": "fp8"}, small_floats(1, 0, torch.float8_e4m3fn, "weight_scale"))
@@ -76,7 +77,7 @@ def same(one, other):
 @pytest.mark.parametrize("form", [GPTQ, PACKED, FP8, AO4], ids=["gptq", "compressed", "fp8", "torchao"])
 @pytest.mark.parametrize("eager", [False, True])
 def test_tensors_of_a_matrix_in_any_file_and_order(tmp_path, form, eager):
-    write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
     wanted = parameters(load(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
@@ -92,7 +93,7 @@ def test_tensors_of_a_matrix_in_any_file_and_order(tmp_path, form, eager):
 
 
 def test_torch_files(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
     wanted = parameters(load(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -119,7 +120,7 @@ def test_torch_files(tmp_path):
     ],
 )
 def test_how_inputs_are_to_be_rounded(tmp_path, name, form, by):
-    write(tmp_path, "LlamaForCausalLM", FORMS[name][0], num_hidden_layers=1)
+    write_files(tmp_path, "LlamaForCausalLM", FORMS[name][0], num_hidden_layers=1)
     stage = stage_of(tmp_path, FORMS[name][0])
     tensors = load_file(tmp_path / "model.safetensors")
     pieces = stage.pass_on(WeightPiece(1, lambda name=name: [(name, tensors[name])]) for name in tensors)
@@ -144,7 +145,7 @@ def test_quark_with_several_schemes(tmp_path):
 
 
 def test_a_matrix_goes_on_as_soon_as_it_is_complete(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
     tensors = load_file(tmp_path / "model.safetensors")
     stage = stage_of(tmp_path, GPTQ)
     order = [*sorted(name for name in tensors if DOWN in name), "model.norm.weight"]
@@ -158,7 +159,7 @@ def test_a_matrix_goes_on_as_soon_as_it_is_complete(tmp_path):
 
 
 def test_what_the_gpu_will_want_is_there(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", STATIC, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", STATIC, num_hidden_layers=2)
     made = {}
     stage = stage_of(tmp_path, STATIC)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -255,20 +256,20 @@ def test_what_is_wrong_is_one_error(tmp_path, form, ending, change, words):
         if change is not None:
             tensors[name] = change(tensor)
 
-    write(tmp_path, "LlamaForCausalLM", form, tamper=tamper, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", form, tamper=tamper, num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=words) as caught:
         load(tmp_path)
     assert "down_proj" in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 def test_a_group_size_that_does_not_divide(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", Form({**GPTQ.config, "group_size": 40}, GPTQ.write), num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", Form({**GPTQ.config, "group_size": 40}, GPTQ.write), num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=r"group size 40 does not divide the (64|96) columns of 'model\.layers"):
         load(tmp_path)
 
 
 def test_a_configuration_without_codes(tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": GPTQ.config}))
     with pytest.raises(CheckpointError, match=r"quantized \(gptq\), but no tensor is coded so"):
@@ -276,7 +277,7 @@ def test_a_configuration_without_codes(tmp_path):
 
 
 def test_a_name_that_does_not_agree(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
     with pytest.raises(ConfigError, match="quantization='awq', but the checkpoint is stored as gptq"):
         load(tmp_path, quantization="awq")
 
@@ -287,18 +288,18 @@ def test_scales_of_a_kv_cache_are_left_out(tmp_path):
         tensors["model.layers.0.self_attn.v_scale"] = torch.ones(1)
         tensors["model.layers.1.self_attn.k_proj.output_scale"] = torch.ones(1)
 
-    write(tmp_path, "LlamaForCausalLM", FP8, num_hidden_layers=2, tamper=tamper)
+    write_files(tmp_path, "LlamaForCausalLM", FP8, num_hidden_layers=2, tamper=tamper)
     load(tmp_path)
 
 
 def test_transformers_own_code_refuses(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
     with pytest.raises(ConfigError, match="'gptq' is built for declared architectures only"):
         load(tmp_path, model_impl="transformers")
 
 
 def test_without_kernels_numbers_are_decoded(tmp_path, monkeypatch):
-    write(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", GPTQ, num_hidden_layers=2)
     wanted = parameters(load(tmp_path))
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     env.forget_all()
@@ -306,7 +307,7 @@ def test_without_kernels_numbers_are_decoded(tmp_path, monkeypatch):
 
 
 def test_a_format_that_is_not_built(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", Form({"quant_method": "aqlm"}, GPTQ.write), num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", Form({"quant_method": "aqlm"}, GPTQ.write), num_hidden_layers=2)
     with pytest.raises(NotBuiltError, match="'aqlm', which is not built; the nearest supported is GPTQ with 2 bits"):
         load(tmp_path)
 
@@ -336,7 +337,7 @@ def test_a_format_that_is_not_built(tmp_path):
     ],
 )
 def test_metadata_of_torchao(tmp_path, change, words):
-    write(tmp_path, "LlamaForCausalLM", AO8, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", AO8, num_hidden_layers=2)
     path, name = tmp_path / "model.safetensors", f"{DOWN}.weight"
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
@@ -351,7 +352,7 @@ def test_metadata_of_torchao(tmp_path, change, words):
 
 
 def test_experts_of_torchao_in_one_tensor(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", AO8, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", AO8, num_hidden_layers=2)
     path, module = tmp_path / "model.safetensors", "model.layers.0.mlp.experts"
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
@@ -366,7 +367,7 @@ def test_experts_of_torchao_in_one_tensor(tmp_path):
 @pytest.mark.parametrize("form", [HQQ, AO8], ids=["hqq", "torchao"])
 def test_formats_that_pickle_are_not_unpickled(tmp_path, form, monkeypatch):
     """Not even a file that could be read is opened."""
-    write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    write_files(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
 
@@ -379,7 +380,7 @@ def test_formats_that_pickle_are_not_unpickled(tmp_path, form, monkeypatch):
 
 
 def test_files_of_hqq_itself(tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "qmodel.pt")
     with pytest.raises(NotBuiltError, match=r"qmodel\.pt is a pickle of the hqq library"):
         load(tmp_path)
@@ -427,8 +428,8 @@ MEASURE = """
 def test_nothing_is_decoded_to_full_size(tmp_path):
     """At no time more than the final weights and a layer's work: 12 layers would take 12 times as much decoded."""
     folder, small = tmp_path / "model", tmp_path / "small"
-    write(folder, "LlamaForCausalLM", GPTQ, num_hidden_layers=12, hidden_size=256, intermediate_size=2048)
-    write(small, "LlamaForCausalLM", GPTQ, num_hidden_layers=1)
+    write_files(folder, "LlamaForCausalLM", GPTQ, num_hidden_layers=12, hidden_size=256, intermediate_size=2048)
+    write_files(small, "LlamaForCausalLM", GPTQ, num_hidden_layers=1)
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "QUIRE_CACHE_ROOT": str(tmp_path), "QUIRE_CPU_PACKED_CACHE": "0",
         "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536",

@@ -17,7 +17,7 @@ from quire.schema.errors import EngineDeadError
 from quire.schema.params import StructuredOutputsParams
 from tests.pooling_models import make_pooling
 from tests.tiny_adapters import write_adapter
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, write_tiny
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 PROMPTS = [
@@ -206,7 +206,7 @@ def test_one_rank_in_a_process_of_its_own(folder: Path) -> None:
 
 
 def test_ranks_with_whole_experts(tmp_path: Path) -> None:
-    make_tiny("Qwen3MoeForCausalLM", tmp_path)
+    write_tiny("Qwen3MoeForCausalLM", tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     more = dict(tensor_parallel_size=2, enable_expert_parallel=True, expert_placement_strategy="round_robin")
     answers = []

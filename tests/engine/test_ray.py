@@ -19,7 +19,7 @@ import pytest
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from quire.schema.errors import EngineDeadError
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
@@ -32,7 +32,7 @@ STORE = 80 << 20  # bytes of shared memory for each node: the least that Ray tak
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny")
-    make_tiny("LlamaForCausalLM", made)
+    write_tiny("LlamaForCausalLM", made)
     return made
 
 

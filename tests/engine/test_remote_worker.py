@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.executor.base import BACKENDS
 from quire.executor.remote import RemoteExecutor
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 PROMPTS = [{"prompt_token_ids": [7, 9, 30, 4, 11, 80, 21, 6, 45]}, {"prompt_token_ids": [5, 6]}]
 
@@ -35,7 +35,7 @@ def answers(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny")
-    make_tiny("LlamaForCausalLM", made)
+    write_tiny("LlamaForCausalLM", made)
     return made
 
 

@@ -20,7 +20,7 @@ from quire.quant.plain import plain_storage
 from quire.quant.shard import ALONE, Cut, ShardGroup, Span, cut_to
 from quire.schema.errors import CheckpointError, ConfigError
 from tests.shard_rank import loaded, size_of, steps
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, write_tiny
 from tests.toy_scheme import turned
 
 # every way a matrix is cut: biases, tied and own heads, one head of keys for all, fused and stored the other way round,
@@ -66,12 +66,12 @@ def in_parts(folder: Path, into: Path) -> None:
 
 def make_checkpoints(folder: Path) -> None:
     for arch in ARCHS:
-        make_tiny(arch, folder / arch)
+        write_tiny(arch, folder / arch)
     in_parts(folder / "LlamaForCausalLM", folder / "LlamaInFiles")
-    make_tiny("Qwen3MoeForCausalLM", folder / "Qwen3Moe.state")
+    write_tiny("Qwen3MoeForCausalLM", folder / "Qwen3Moe.state")
     for arch in ("LlamaForCausalLM", "Qwen2MoeForCausalLM"):
         other = folder / f"{arch}.turned"
-        make_tiny(arch, other)
+        write_tiny(arch, other)
         save_file(turned(load_file(other / "model.safetensors")), other / "model.safetensors")
 
 

@@ -25,7 +25,7 @@ from quire.schema.step import StepPlan
 from quire.worker.draft_setup import draft_as_configured, make_proposer
 from quire.worker.drafters import Drafter
 from tests.engine.test_drafts import LENGTH, Engine, Found, ask, same_bits, take
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, write_tiny
 
 __all__ = ["same_bits"]
 
@@ -54,7 +54,7 @@ PARAMS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, same_bits: None) -> Iterator[Engine]:
     folder: Path = tmp_path_factory.mktemp("tiny")
-    make_tiny("MistralForCausalLM", folder)
+    write_tiny("MistralForCausalLM", folder)
     made = Engine(str(folder), dtype="float32", skip_tokenizer_init=True)
     yield made
     made.close()

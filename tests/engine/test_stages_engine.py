@@ -19,7 +19,7 @@ from quire.schema.errors import EngineDeadError
 from tests.engine.test_ranks_engine import LINEARS, OPTIONS, answers, gone
 from tests.thread_stages import PATIENCE, ThreadStages
 from tests.tiny_adapters import write_adapter
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, write_tiny
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 THREADS = "tests.thread_stages:ThreadStages"
@@ -79,7 +79,7 @@ def test_threads_answer_as_one(stages: int, folder: Path, expected: list[Any]) -
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Qwen3NextForCausalLM", "DeepseekV2ForCausalLM"])
 def test_short_of_blocks_in_chunks_with_prefixes(name: str, tmp_path: Path) -> None:
     """Windows, states and latent attention; prompts that share a prefix, in chunks; too few blocks for all at once."""
-    make_tiny(name, tmp_path)
+    write_tiny(name, tmp_path)
     options = OPTIONS | dict(num_gpu_blocks_override=22, max_num_batched_tokens=16, block_size=8)
     shared = [(7 * i) % 90 + 3 for i in range(26)]
     prompts = [{"prompt_token_ids": [*shared, 5 + i, 9, 11]} for i in range(6)]

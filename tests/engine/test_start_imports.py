@@ -59,8 +59,8 @@ def modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("code", "unused", "most"),
     [
-        pytest.param(OFFLINE, UNUSED, 253, id="LLM"),
-        pytest.param(ENGINE, UNUSED - OF_ENGINES, 205, id="engine process"),
+        pytest.param(OFFLINE, UNUSED, 254, id="LLM"),
+        pytest.param(ENGINE, UNUSED - OF_ENGINES, 206, id="engine process"),
         pytest.param(API, OF_WORKERS | OF_SEVERAL, 183, id="API process"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ from quire.hf_models.taps import MaskRule, RefusalError, Taps
 from quire.layers.batch import Batch, GivenVectors
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from quire.schema.kv import KVKind
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import VOCAB, make_tiny, write_tokenizer
+from tests.tiny_models import VOCAB, make_tiny, write_tiny, write_tokenizer
 
 RUNS = [
     {"max_num_batched_tokens": 24, "block_size": 4, "num_gpu_blocks_override": 2000, "async_scheduling": True},
@@ -112,7 +109,7 @@ def open_fallback(folder: Path, **over):
 
 def test_each_model_takes_the_way_that_fits_it(tmp_path, caplog):
     for arch, way in (("Qwen3ForCausalLM", Taps), ("BloomForCausalLM", ByRow)):
-        make_tiny(arch, tmp_path / arch)
+        write_tiny(arch, tmp_path / arch)
         model = open_fallback(tmp_path / arch)
         model.read_folder(str(tmp_path / arch))
         assert isinstance(model._runner, way), arch
@@ -129,7 +126,7 @@ def test_each_model_takes_the_way_that_fits_it(tmp_path, caplog):
     ],
 )
 def test_what_transformers_code_is_not_given_is_refused(fields, named, tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     model = open_fallback(tmp_path)
     model.read_folder(str(tmp_path))
     tokens = torch.tensor([3, 4])
@@ -138,7 +135,7 @@ def test_what_transformers_code_is_not_given_is_refused(fields, named, tmp_path)
 
 
 def test_windows_are_read_from_the_rules_of_masks(tmp_path):
-    make_tiny("Gemma2ForCausalLM", tmp_path, sliding_window=300)  # longer than any text of the rehearsal
+    write_tiny("Gemma2ForCausalLM", tmp_path, sliding_window=300)  # longer than any text of the rehearsal
     model = open_fallback(tmp_path)
     model.read_folder(str(tmp_path))
     kinds = [(spec.kind, spec.window) for spec in model.kv_specs(16, "float32")]
@@ -147,7 +144,7 @@ def test_windows_are_read_from_the_rules_of_masks(tmp_path):
 
 @pytest.mark.parametrize("arch", ["MambaForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM"])
 def test_running_states_are_refused(arch, tmp_path):
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     model = open_fallback(tmp_path)
     with pytest.raises(RefusalError, match=f"{arch} cannot run through transformers' code") as refused:
         model.read_folder(str(tmp_path))
@@ -156,7 +153,7 @@ def test_running_states_are_refused(arch, tmp_path):
 
 def test_a_model_whose_own_code_fails_is_refused(tmp_path):
     """As configurations with numbers that it does not take make it do, when it runs."""
-    make_tiny("OPTForCausalLM", tmp_path)
+    write_tiny("OPTForCausalLM", tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dropout": -0.1}))
     model = open_fallback(tmp_path)
@@ -165,7 +162,7 @@ def test_a_model_whose_own_code_fails_is_refused(tmp_path):
 
 
 def test_the_engine_refuses_states_with_the_reason(tmp_path):
-    make_tiny("Lfm2ForCausalLM", tmp_path)
+    write_tiny("Lfm2ForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match="recurrent state"):
         LLM(str(tmp_path), dtype="float32", max_model_len=64, model_impl="transformers")
 
@@ -210,7 +207,7 @@ def test_quire_alone_refuses_what_is_not_declared(tmp_path):
 
 
 def test_dummy_weights_and_bfloat16(tmp_path):
-    make_tiny("Qwen3MoeForCausalLM", tmp_path)
+    write_tiny("Qwen3MoeForCausalLM", tmp_path)
     for options in ({"load_format": "dummy"}, {"dtype": "bfloat16"}):
         llm = LLM(str(tmp_path), **{"dtype": "float32", "max_model_len": 64, "model_impl": "transformers"} | options)
         out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
@@ -221,7 +218,7 @@ def test_dummy_weights_and_bfloat16(tmp_path):
 def test_files_that_do_not_fit_are_named(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]

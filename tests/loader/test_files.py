@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.loader.files import find_weights, read_weights
+from quire.checkpoint.weight_files import find_weights
+from quire.loader.files import read_weights
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 IGNORE = ("original/**/*",)
@@ -277,7 +278,8 @@ def test_random_damage_is_an_error_or_another_model(tmp_path):
 
 MEASURE = """
 import sys, torch
-from quire.loader.files import find_weights, read_weights
+from quire.checkpoint.weight_files import find_weights
+from quire.loader.files import read_weights
 
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024

@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
+from quire.checkpoint.weight_files import find_sharded
 from quire.config import EngineArgs
 from quire.loader.by_layer import by_layer, check_complete
 from quire.loader.mistral_names import halves_of, hf_name
-from quire.loader.sharded import find_sharded, write_safetensors
+from quire.loader.sharded import write_safetensors
 from quire.schema.errors import CheckpointError, ConfigError, InputError, NotBuiltError
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import make_tiny
+from tests.tiny_models import make_tiny, write_tiny
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[17, 44, 101, 9, 230, 77, 5], [8, 9]]
@@ -36,7 +35,7 @@ def answers(folder: Path, **options) -> list[list[int]]:
 
 @pytest.mark.parametrize("impl", ["quire", "transformers"])
 def test_a_sharded_state_is_written_and_read_back(impl, tmp_path):
-    make_tiny("Qwen3MoeForCausalLM", tmp_path / "hf", tie_word_embeddings=True)
+    write_tiny("Qwen3MoeForCausalLM", tmp_path / "hf", tie_word_embeddings=True)
     out = tmp_path / "sharded"
     llm = LLM(str(tmp_path / "hf"), model_impl=impl, **COMMON)
     wanted = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
@@ -54,7 +53,7 @@ def test_a_sharded_state_is_written_and_read_back(impl, tmp_path):
 
 
 def test_patterns_of_sharded_files(tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     llm = LLM(str(tmp_path), **COMMON)
     core = llm.llm_engine.engine_core
     with pytest.raises(InputError, match="part"):
@@ -70,7 +69,7 @@ def test_patterns_of_sharded_files(tmp_path):
 
 
 def test_a_missing_tensor_of_a_sharded_state_is_named(tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     write_safetensors(str(tmp_path / "model-rank-0-part-0.safetensors"), {"embed.weight": torch.zeros(64, 64)})
     assert find_sharded(str(tmp_path), 0, "model-rank-{rank}-part-{part}.safetensors").kind == "safetensors"
     with pytest.raises(CheckpointError, match=r"'embed\.weight' is torch.float32"):
@@ -119,7 +118,7 @@ def to_mistral(folder: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["MistralForCausalLM", "MixtralForCausalLM"])
 def test_mistrals_own_files(arch, tmp_path):
-    make_tiny(arch, tmp_path / "hf")
+    write_tiny(arch, tmp_path / "hf")
     to_mistral(tmp_path / "hf", tmp_path / "own")
     wanted = answers(tmp_path / "hf")
     assert answers(tmp_path / "own", config_format="mistral", load_format="mistral") == wanted
@@ -129,7 +128,7 @@ def test_mistrals_own_files(arch, tmp_path):
 
 
 def test_mistral_configurations_that_are_not_text_or_not_whole(tmp_path):
-    make_tiny("MistralForCausalLM", tmp_path / "hf")
+    write_tiny("MistralForCausalLM", tmp_path / "hf")
     to_mistral(tmp_path / "hf", tmp_path / "own")
     params = json.loads((tmp_path / "own/params.json").read_text())
     (tmp_path / "own/params.json").write_text(json.dumps(params | {"vision_encoder": {"hidden_size": 4}}))
@@ -187,7 +186,7 @@ def test_errors_name_tensors_layer_by_layer():
 
 
 def test_an_index_of_bin_files(tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     wanted = answers(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()

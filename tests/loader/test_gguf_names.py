@@ -5,7 +5,6 @@ change of layout is stated twice, in opposite directions, by different code.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import gguf
@@ -18,9 +17,7 @@ from quire.checkpoint import gguf_config
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.gguf_names import FAMILIES
 from quire.schema.errors import CheckpointError
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import make_tiny
+from tests.tiny_models import make_tiny
 
 PERMUTED = {"llama", "mistral3", "arcee", "smollm3", "granite", "granitemoe", "olmo"}
 SHIFTED = {"gemma", "gemma2", "gemma3", "nemotron"}

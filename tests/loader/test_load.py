@@ -23,13 +23,10 @@ from quire.loader.gguf_file import GGUFWeights
 from quire.loader.to_device import Sender
 from quire.ops.packed import likes_panels
 from quire.schema.errors import CheckpointError, ConfigError
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from paged import Paged
-from tiny_models import make_tiny
-
 from tests.loader.test_gguf_names import gguf_tensors, state_of, write_gguf
+from tests.paged import Paged
 from tests.replaced_form import replaced
+from tests.tiny_models import make_tiny
 
 ARCH = "Qwen3MoeForCausalLM"  # experts, head norms, an untied head
 

@@ -26,7 +26,7 @@ from tests.models.test_ranks import LOADING
 from tests.quantized import write
 from tests.shard_rank import steps
 from tests.thread_ranks import on_ranks
-from tests.tiny_models import make_tiny
+from tests.tiny_models import write_tiny
 
 # Codes that are cut as they are, by rows and by columns; codes that are decoded first; one that no kernel multiplies.
 ROUNDING = 0.5 / 127 + 2**-8  # to 8 bits in blocks of 32, and to bfloat16
@@ -101,14 +101,14 @@ def test_quantized_checkpoints_as_stored(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 def test_rounded_while_loaded(tmp_path: Path) -> None:
-    make_tiny("Qwen3MoeForCausalLM", tmp_path)
+    write_tiny("Qwen3MoeForCausalLM", tmp_path)
     check_stored(config_of(tmp_path, "bfloat16", quantization="int8_wo"))
 
 
 @pytest.mark.parametrize("arch", ["Qwen2MoeForCausalLM", "Qwen3NextForCausalLM", "GPT2LMHeadModel"])
 def test_adapters_are_cut_as_their_matrices_are(arch: str, tmp_path: Path) -> None:
     """B A of every rank is its part of the whole B A, for every place of the model."""
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     config = config_of(tmp_path, "float32")
     models: list[Any] = [make_model(config, Kernels.here("cpu"), ShardGroup(rank, 2)) for rank in (0, 1)]
     whole: Any = make_model(config, Kernels.here("cpu"), ALONE)
@@ -133,7 +133,7 @@ def test_adapters_are_cut_as_their_matrices_are(arch: str, tmp_path: Path) -> No
 
 
 def test_what_runs_by_transformers_code_is_refused(tmp_path: Path) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     config = config_of(tmp_path, "float32", model_impl="transformers")
     with pytest.raises(NotBuiltError, match="tensor_parallel_size=2 is built for declared architectures only"):
         make_model(config, Kernels.here("cpu"), ShardGroup(0, 2))

@@ -259,3 +259,32 @@ def test_times_between_frames_equal_transformers(folder: Any, cls: str, num: int
     (place,) = find_places(family, ids, {"video": [item]}, ours)
     assert sum(place.takes_vector or bytes([1]) * place.length) == item.num_vectors
     assert item.text.count(family.feature("video")) == item.num_vectors
+
+
+def test_gemma_3n(folder: Any) -> None:
+    from transformers import Gemma3nAudioFeatureExtractor
+    from transformers.models.gemma3n.processing_gemma3n import Gemma3nProcessor
+
+    tokenizer, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
+    for kind, end in (("image", "i"), ("audio", "a")):
+        names = {f"{kind}_token": f"<{kind}_soft_token>", f"bo{end}_token": f"<start_of_{kind}>",
+                 f"eo{end}_token": f"<end_of_{kind}>"}  # fmt: skip
+        for name, token in names.items():
+            setattr(tokenizer, name, token)
+            setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    pil = importlib.import_module("transformers.models.siglip.image_processing_pil_siglip").SiglipImageProcessorPil
+    settings = {"size": {"height": 28, "width": 28}, "do_normalize": False}
+    own = {"audio_seq_length": 5, "image_seq_length": 4}
+    text = "USER: <image_soft_token>\nand<audio_soft_token> hello <image_soft_token>"
+    images, sound = [picture(40, 30), picture(30, 40)], np.sin(np.arange(9000) / 7).astype(np.float32)
+    processor = Gemma3nProcessor(Gemma3nAudioFeatureExtractor(), pil(**settings), tokenizer, **own)
+    expected = processor(images=[images], text=[text], audio=[sound])["input_ids"][0]
+    family = make_family("Gemma3nProcessor", ProcessorFiles(processor=own, parts={"image": settings}))
+    items = {
+        "image": [family.process("image", image, {}, 2) for image in images],
+        "audio": [family.process("audio", Audio(sound, 16000), {}, 1)],
+    }
+    ids = ours.encode(expand_text(family, text, items))
+    assert ids == list(expected)
+    places = find_places(family, ids, items, ours)
+    assert [(place.length, place.number) for place in places] == [(4, 0), (5, 0), (4, 1)]

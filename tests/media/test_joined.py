@@ -16,8 +16,10 @@ import transformers as tf
 from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
+from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
-from tests.media.tokens import SPECIAL, write_tokenizer
+from tests.media.tokens import MOLMO, SPECIAL, write_tokenizer
+from tests.media_models import without_timm
 from tests.server.live import live
 
 NUM = 6
@@ -150,6 +152,39 @@ def phi_4(vocab: Tokenizer) -> Any:
     return tf.Phi4MultimodalConfig(**text(vocab), vision_config=vision, audio_config=audio)
 
 
+def gemma3n(vocab: Tokenizer) -> Any:
+    num = vocab.get_vocab_size()
+    return tf.Gemma3nConfig(
+        vision_config=tf.Gemma3nVisionConfig(
+            model_args={"channel_multiplier": 0.0625, "msfa_output_resolution": 2}, vocab_offset=num - 40, vocab_size=30
+        ),
+        audio_config=tf.Gemma3nAudioConfig(
+            hidden_size=32, conf_num_attention_heads=4, conf_num_hidden_layers=1, vocab_offset=num - 10, vocab_size=10,
+            input_feat_size=16, sscp_conv_channel_size=(8, 4),
+        ),
+        text_config=tf.Gemma3nTextConfig(
+            **text(vocab), head_dim=16, sliding_window=16, laurel_rank=4, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=num - 40, num_kv_shared_layers=0,
+        ),
+        image_token_id=vocab.token_to_id("<image_soft_token>"), audio_token_id=vocab.token_to_id("<audio_soft_token>"),
+        vision_soft_tokens_per_image=4, audio_soft_tokens_per_image=9,
+    )  # fmt: skip
+
+
+def molmo2(vocab: Tokenizer) -> Any:
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8, initializer_range=0.2)
+    start, end, patch, _, low, _, frame, frame_end = (vocab.token_to_id(token) for token in MOLMO)
+    return tf.Molmo2Config(
+        vision_config=VISION | heads | dict(image_size=[28, 28], patch_size=7),
+        adapter_config=heads | dict(hidden_size=32, intermediate_size=48, text_hidden_size=64,
+                                    vision_feature_layer=[1, 0]),
+        text_config=text(vocab) | dict(vocab_size=start, additional_vocab_size=len(MOLMO), head_dim=16,
+                                       initializer_range=0.2),
+        image_start_token_id=start, image_end_token_id=end, image_patch_id=patch, low_res_image_start_token_id=low,
+        frame_start_token_id=frame, frame_end_token_id=frame_end, initializer_range=0.2,
+    )  # fmt: skip
+
+
 PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 # configuration, class, processor's own settings, settings of the image processor, what a template writes for an item
 CASES: dict[str, tuple[Callable[[Tokenizer], Any], str, dict[str, Any], dict[str, Any], str]] = {
@@ -215,16 +250,24 @@ CASES["perception lm"] = (
 CASES["perception lm, video"] = (*CASES["perception lm"][:4], "<|video|>")
 PHI_4 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "dynamic_hd": 4, "feature_size": 16}
 CASES["phi 4"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|image|>")
+MOLMO_2 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "overlap_margins": [1, 1], "max_crops": 4}
+CASES["molmo 2"] = (molmo2, "Molmo2ForConditionalGeneration", {}, MOLMO_2, "<|image|>")
+CASES["molmo 2, video"] = (*CASES["molmo 2"][:4], "<|video|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
 
+GEMMA_3N = {"size": {"height": 64, "width": 64}, "do_normalize": False, "feature_size": 16}
+CASES["gemma 3n"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<image_soft_token>")
+CASES["gemma 3n, audio"] = (gemma3n, "Gemma3nForConditionalGeneration", {}, GEMMA_3N, "<audio_soft_token>")
 
-def write_model(name: str, folder: Path) -> Any:
+
+def write_model(name: str, folder: Path, seed: int = 3) -> Any:
     """A tiny random checkpoint of one of CASES; the model."""
     configure, cls, own, settings, _ = CASES[name]
     write_tokenizer(folder)
     vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    torch.manual_seed(3)
-    model = getattr(tf, cls)(configure(vocab)).eval().float()
+    torch.manual_seed(seed)
+    with without_timm():
+        model = getattr(tf, cls)(configure(vocab)).eval().float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1 and not weight.any():  # Gemma 3's projection, as it is made
@@ -259,6 +302,9 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
         known.pop("second_per_grid_ts", None)
     elif "Ovis2" in cls:
         known.pop("grids")
+    elif "Molmo2" in cls:
+        assert ids[0, 0] == vocab.token_to_id("<s>")
+        known["mm_token_type_ids"] = torch.isin(ids, torch.tensor([vocab.token_to_id(one) for one in MOLMO])).int()
     elif "Gemma" in cls:
         known["token_type_ids"] = (ids == vocab.token_to_id("<image_soft_token>")).long()
 
@@ -278,6 +324,36 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     assert ours.logprobs[0][expected[0]].logprob == pytest.approx(logprob, abs=1e-4)
     other = {key: -one if one.is_floating_point() and "mask" not in key else one for key, one in known.items()}
     assert abs(answered(other)[1] - logprob) > 1e-3  # the item matters
+
+
+def test_images_or_one_video_of_molmo_2(tmp_path: Path) -> None:
+    write_model("molmo 2", tmp_path)
+    image, other, video = picture(50, 90), picture(30, 30), FRAMES
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+        inputs = llm.llm_engine.front.inputs
+        for data, message in (({"video": [video, video]}, "At most 1 video"),
+                              ({"video": video, "image": image}, "items of one modality; .* video and image"),
+                              ({"audio": TONE}, "takes image, video and no audio")):  # fmt: skip
+            text = "".join(f"<|{kind}|>" for kind in data)
+            with pytest.raises(InputError, match=message):
+                llm.generate({"prompt": text, "multi_modal_data": data}, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=2)
+        prompt = {"prompt": "<|image|> and <|image|>", "multi_modal_data": {"image": [image, other]}}
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        again = {"prompt_token_ids": output.prompt_token_ids, "multi_modal_data": {"image": [image, other]}}
+        (same,) = llm.generate(again, params, use_tqdm=False)
+        assert same.prompt_token_ids == output.prompt_token_ids
+        assert same.outputs[0].token_ids == output.outputs[0].token_ids
+        media, tokenizer = inputs.media, llm.get_tokenizer()
+        loaded = media.loaded(media.load({"image": [image, other]}))
+        known = media.place(None, output.prompt_token_ids, loaded, tokenizer).items
+        ids = list(output.prompt_token_ids)
+        assert [list(np.frombuffer(item.arrays["token_ids"].data, np.int64)) for item in known] == [
+            ids[item.offset : item.offset + item.length] for item in known
+        ]
+        ids[known[0].offset] = tokenizer.token_to_id("<frame_end>")  # vectors of marks are those of the prompt's own
+        changed = media.place(None, ids, loaded, tokenizer).items
+        assert changed[0].key != known[0].key and changed[1].key == known[1].key
 
 
 TEMPLATE = (
@@ -326,6 +402,37 @@ def test_image_and_video_that_share_a_token(tmp_path: Path) -> None:
         logits = model(inputs_embeds=embeds, position_ids=positions).logits[0, -1]
         logits[[vocab.token_to_id(one) for one in SPECIAL]] = -torch.inf
     assert int(logits.argmax()) == output.outputs[0].token_ids[0]
+
+
+def test_an_image_and_audio_in_one_prompt(tmp_path: Path) -> None:
+    """Of Gemma 3n, in an order of their own, beside transformers; and with the vectors of the image in its place."""
+    model = write_model("gemma 3n", tmp_path)
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    special = [vocab.token_to_id(one) for one in SPECIAL]
+    params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
+                            logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
+    data = {"image": ITEMS["image"], "audio": TONE}
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2, enable_mm_embeds=True) as llm:
+        prompt = {"prompt": "a <audio_soft_token> b <image_soft_token> c", "multi_modal_data": data}
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        media = llm.llm_engine.front.inputs.media
+        items = media.loaded(media.load(data)).items
+        known = {key: torch.from_numpy(np.array(array)) for several in items.values() for one in several
+                 for key, array in one.item.arrays.items()}  # fmt: skip
+        with torch.no_grad():
+            vectors = model.model.get_image_features(known["pixel_values"]).pooler_output
+        prompt["multi_modal_data"] = {"image": vectors.numpy(), "audio": TONE}
+        assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids
+    assert known.keys() == {"pixel_values", "input_features", "input_features_mask"}
+    said = output.outputs[0]
+    ids = torch.tensor([[*output.prompt_token_ids, *said.token_ids]])
+    with torch.no_grad():
+        logits = model(ids, **known).logits[0, -NUM - 1 : -1]
+    assert said.logprobs[0][said.token_ids[0]].logprob == pytest.approx(
+        float(logits[0].log_softmax(-1)[said.token_ids[0]]), abs=1e-4
+    )
+    logits[:, special] = -torch.inf
+    assert logits.argmax(-1).tolist() == list(said.token_ids)
 
 
 def test_audio_beside_an_image_has_a_projection_of_its_own(tmp_path: Path) -> None:

@@ -63,6 +63,10 @@ CASES = {
         {"size": {"height": 56, "width": 56}, "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 64,
          "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}, {}, {},
     ),
+    "gemma 3n": (
+        "Gemma3nProcessor", "siglip", "SiglipImageProcessorPil",
+        {"size": {"height": 56, "width": 56}, "do_normalize": False, "resample": 2}, {}, {},
+    ),
     "paligemma": (
         "PaliGemmaProcessor", "siglip", "SiglipImageProcessorPil", {"size": {"height": 56, "width": 56}}, {}, {},
     ),

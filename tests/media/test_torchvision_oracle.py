@@ -1,12 +1,13 @@
 """Families whose processors transformers has for torchvision only, which is not installed: their code runs over torch's
-own resizing, which torchvision calls. Grids, crops, masks, counts are equal, pixels within two levels of Pillow's."""
+own resizing, which torchvision calls. Grids, crops, masks, counts are equal, pixels within two levels of Pillow's;
+those of Molmo 2, which are not averaged, equal but for ties."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from quire.media import pixels
 from quire.media.audio import Audio
 from quire.media.families import make_family
 from quire.media.settings import ProcessorFiles
+from quire.media.video import Video
 from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
 
@@ -47,12 +49,15 @@ def torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, module in {**modules, tools.__name__: tools}.items():
         monkeypatch.setitem(sys.modules, name, module)
     yield
-    for name in ("phi4_multimodal", "perception_lm"):
-        sys.modules.pop(f"transformers.models.{name}.image_processing_{name}", None)
+    for name in ("phi4_multimodal", "perception_lm", "molmo2"):
+        for kind in ("image", "video"):
+            sys.modules.pop(f"transformers.models.{name}.{kind}_processing_{name}", None)
 
 
-def processor_of(monkeypatch: pytest.MonkeyPatch, name: str, cls: str) -> Any:
-    kind = getattr(importlib.import_module(f"transformers.models.{name}.image_processing_{name}"), cls)
+def processor_of(
+    monkeypatch: pytest.MonkeyPatch, name: str, cls: str, mode: str = "bicubic", modality: str = "image"
+) -> Any:
+    kind = getattr(importlib.import_module(f"transformers.models.{name}.{modality}_processing_{name}"), cls)
 
     class Processor(kind):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -62,7 +67,7 @@ def processor_of(monkeypatch: pytest.MonkeyPatch, name: str, cls: str) -> Any:
             return (images.float() / 255 - 0.5) / 0.5
 
     def resized(self: Any, image: Any, size: Any, resample: Any = None, antialias: bool = True, **more: Any) -> Any:
-        return resize(image, [size.height, size.width], "bicubic", antialias)
+        return resize(image, [size.height, size.width], mode, antialias)
 
     monkeypatch.setattr(kind.__mro__[1], "resize", resized, raising=False)
     return Processor()
@@ -120,6 +125,137 @@ def test_phi_4(torchvision: None, monkeypatch: pytest.MonkeyPatch) -> None:
         assert item.num_vectors == expected["num_img_tokens"][0] - 256 - 16 + 4 * 4 + 4
     with pytest.raises(InputError, match="too narrow"):
         family.process("image", picture(3000, 20), {}, 1)
+
+
+WIDE = 84
+MOLMO_SIZES = (*SIZES, (1, 1), (8, 700), (700, 8), (14, 300), (15, 15), (28, 28), (378, 378))
+
+
+def molmo_levels(images: torch.Tensor, *settings: Any) -> torch.Tensor:
+    """As torchvision normalises bytes; mean and deviation as transformers scales them."""
+    mean = torch.tensor(HALF)[:, None, None] * (1.0 / (1 / 255))
+    return images.float().sub_(mean).div_(mean)
+
+
+def same_but_ties(ours: Any, theirs: Any, what: Any, step: float = 1 / 127.5) -> None:
+    """torch itself rounds differently with one thread and with several, and so has other bytes next to halves."""
+    differs = ours != np.asarray(theirs)
+    assert ours.shape == tuple(theirs.shape) and differs.mean() <= 0.005, what
+    np.testing.assert_allclose(ours, theirs, atol=1.01 * step, err_msg=str(what))
+
+
+@pytest.mark.parametrize("pool", [[2, 2], [3, 3], [3, 2]])
+@pytest.mark.parametrize(("margins", "most"), [([1, 1], 8), ([2, 1], 5), ([0, 0], 3), ([4, 2], 12)])
+def test_images_of_molmo_2_equal(
+    torchvision: None, monkeypatch: pytest.MonkeyPatch, pool: list[int], margins: list[int], most: int
+) -> None:
+    from transformers.image_utils import SizeDict
+
+    theirs = processor_of(monkeypatch, "molmo2", "Molmo2ImageProcessor", "bilinear")
+    monkeypatch.setattr(type(theirs), "rescale_and_normalize", staticmethod(molmo_levels))
+    settings = {"patch_size": 7, "pooling_size": pool, "overlap_margins": margins, "max_crops": most}
+    part = {**settings, "size": {"height": WIDE, "width": WIDE}}
+    family = make_family("Molmo2Processor", ProcessorFiles(parts={"image": part}))
+    several = [picture(*size) for size in MOLMO_SIZES]
+    for size, image in zip(MOLMO_SIZES, several, strict=True):
+        want = theirs._preprocess(
+            images=[tensor_of(image)], size=SizeDict(height=WIDE, width=WIDE), do_convert_rgb=True,
+            disable_grouping=True, **settings, **COMMON | {"resample": 2},
+        )  # fmt: skip
+        item = family.process("image", image, {}, 1)
+        same_but_ties(item.arrays["pixel_values"], want["pixel_values"], size)
+        for name in ("image_token_pooling", "image_grids"):
+            np.testing.assert_array_equal(item.arrays[name], want[name], err_msg=f"{name} of {size}")
+        written = molmo_writer()
+        assert item.text == written.replace_image_token(written, want, 0)
+        assert item.num_vectors == item.text.count("<")
+        tall, wide, rows, columns = want["image_grids"][0].tolist()
+        assert item.text.count("<im_patch>") == tall * wide + rows * columns == len(want["image_token_pooling"])
+
+
+def molmo_writer(**over: Any) -> Any:
+    """What transformers' processor is where it writes an item."""
+    from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
+
+    flags = dict(image_use_col_tokens=True, use_single_crop_col_tokens=None, use_single_crop_start_token=True,
+                 video_use_col_tokens=False, use_frame_special_tokens=True)  # fmt: skip
+    methods = {name: getattr(Molmo2Processor, name) for name in ("replace_image_token", "replace_video_token")}
+    me = SimpleNamespace(**flags | over, **methods, video_processor=SimpleNamespace(max_fps=2))
+    me.get_video_string = Molmo2Processor.get_video_string.__get__(me)
+    return me
+
+
+@pytest.mark.parametrize("own", [
+    {}, {"image_use_col_tokens": False}, {"use_single_crop_col_tokens": False, "use_single_crop_start_token": False},
+    {"video_use_col_tokens": True, "use_frame_special_tokens": False},
+])  # fmt: skip
+@pytest.mark.parametrize("num", [1, 4])
+def test_videos_of_molmo_2_equal(
+    torchvision: None, monkeypatch: pytest.MonkeyPatch, num: int, own: dict[str, bool]
+) -> None:
+    from transformers.image_utils import SizeDict
+    from transformers.video_utils import VideoMetadata
+
+    theirs = processor_of(monkeypatch, "molmo2", "Molmo2VideoProcessor", "bilinear", "video")
+    monkeypatch.setattr(type(theirs), "rescale_and_normalize", staticmethod(molmo_levels))
+    part = {"patch_size": 7, "pooling_size": [3, 3], "size": {"height": WIDE, "width": WIDE}}
+    image = {**part, "pooling_size": [2, 2]}
+    family = make_family("Molmo2Processor", ProcessorFiles(processor=own, parts={"video": part, "image": image}))
+    frames = [picture(90, 61).rotate(90 * turn) for turn in range(num)]
+    want = theirs._preprocess(
+        videos=[torch.stack([tensor_of(frame) for frame in frames])], patch_size=7, pooling_size=[3, 3],
+        size=SizeDict(height=WIDE, width=WIDE), **{k: v for k, v in COMMON.items() if k != "do_resize"},
+    )  # fmt: skip
+    indices = [round(7.3 * index) for index in range(num)]
+    writer = molmo_writer(**own)
+    for fps in (12.5, None):
+        item = family.process("video", Video(frames, indices, fps, 100), {}, 1)
+        same_but_ties(item.arrays["pixel_values_videos"], want["pixel_values_videos"], num)
+        for name in ("video_token_pooling", "video_grids"):
+            np.testing.assert_array_equal(item.arrays[name], want[name], err_msg=name)
+        known = VideoMetadata(total_num_frames=100, fps=fps, frames_indices=indices)
+        written = writer.replace_video_token(writer, {**want, "video_metadata": [known]}, 0)
+        assert item.text == written and item.num_vectors == item.text.count("<")
+    still = family.process("image", picture(90, 61), {}, 1)
+    grids = {"image_grids": torch.from_numpy(still.arrays["image_grids"])}
+    assert still.text == writer.replace_image_token(writer, grids, 0) and still.num_vectors == still.text.count("<")
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("size", {"height": 56, "width": 63}, "must be a square"), ("size", {"height": 8400, "width": 8400}, "4096"),
+    ("max_crops", 65, "from 1 to 64"), ("max_crops", 1 << 40, "from 1 to 64"),
+    ("overlap_margins", [4, 4], "leave nothing of a crop of 8"), ("overlap_margins", [-1, 1], "from 0 to"),
+    ("overlap_margins", 3, "two whole numbers"), ("pooling_size", [0, 2], "from 1 to 64"),
+    ("pooling_size", [1 << 30, 2], "from 1 to 64"), ("resample", 3, "resample = 3 is not built"),
+    ("patch_size", 9, "in patches of 9"),
+])  # fmt: skip
+def test_settings_of_molmo_2_are_bounded(name: str, value: Any, message: str) -> None:
+    part = {"size": {"height": SIDE, "width": SIDE}, "patch_size": 7, "overlap_margins": [1, 1]}
+    family = make_family("Molmo2Processor", ProcessorFiles(parts={"image": part}))
+    with pytest.raises(InputError, match=message):
+        family.process("image", picture(64, 48), {name: value}, 1)
+
+
+def test_a_video_of_molmo_2_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_IMAGE_PIXELS", str(3 * 378 * 378))
+    family, frame = make_family("Molmo2Processor", ProcessorFiles()), picture(8, 8)
+    assert family.process("video", Video([frame] * 3, [0, 1, 2], 1.0, 3), {}, 1).num_vectors == 3 * (81 + 2)
+    with pytest.raises(InputError, match="4 frames of 378x378 pixels have 571536 pixels together; the limit is 428652"):
+        family.process("video", Video([frame] * 4, [0, 1, 2, 3], 1.0, 4), {}, 1)
+
+
+def test_bytes_between_pixels_equal_torch() -> None:
+    """Exactly, where shares are halves, quarters, eighths: nothing is rounded before the end."""
+    rng = np.random.default_rng(0)
+    exact = (((20, 31), (40, 62)), ((40, 64), (20, 16)), ((31, 17), (124, 136)), ((9, 9), (9, 9)), ((1, 1), (5, 300)))
+    others = (((20, 31), (70, 90)), ((277, 4), (659, 592)), ((618, 552), (378, 378)), ((5, 90), (1, 1)))
+    for shape, size in (*exact, *others):
+        levels = rng.integers(0, 256, (3, *shape), np.uint8)
+        want = resize(torch.from_numpy(levels).float(), list(size), antialias=False).round().clamp(0, 255).numpy()
+        ours = pixels.sampled_bytes(levels, size)
+        if (shape, size) in exact:
+            np.testing.assert_array_equal(ours, want)
+        same_but_ties(ours, want, size, 1.0)
 
 
 def test_numbers_between_pixels_equal_torch() -> None:

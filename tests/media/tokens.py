@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+MOLMO = ("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<low_res_im_start>", "<im_low>", "<frame_start>",
+         "<frame_end>")  # fmt: skip
 SPECIAL = (
     "<s>", "</s>", "<unk>", "<bos>", "<image>", "<video>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>",
     "<|vision_end|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<fake_token_around_image>",
@@ -16,6 +18,8 @@ SPECIAL = (
     "<|begin_of_video|>", "<|end_of_video|>", "<|audio|>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>",
     "<IMG_ROW>", "<IMG_END>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    "<audio_soft_token>", "<start_of_audio>", "<end_of_audio>",
+    *MOLMO,
 )  # fmt: skip
 CORPUS = ["What is shown here?\n\nDescribe the image, then the next.\n", "USER: hello\nASSISTANT: a picture\n\n\n"] * 8
 

@@ -26,7 +26,7 @@ from tests.models.test_ranks import LOADING, check
 from tests.paged import Paged
 from tests.shard_rank import loaded
 from tests.thread_ranks import on_ranks
-from tests.tiny_models import ARCHS, make_tiny
+from tests.tiny_models import ARCHS, write_tiny
 
 SOME = (
     "LlamaForCausalLM", "GPTBigCodeForCausalLM", "Gemma2ForCausalLM",  # grouped heads, one head, windows and a soft cap
@@ -66,7 +66,7 @@ def shape_of(model: Any) -> tuple[int, int]:
 
 
 def test_logits_of_one_rank(arch: str, tmp_path: Path) -> None:
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     whole = loaded(tmp_path, ALONE)
     size, context = shape_of(whole)
     if not size:
@@ -81,7 +81,7 @@ def test_ways_to_divide_and_to_merge(
     """Prompts are cut into tiles of queries; of some of these a rank keeps nothing."""
     monkeypatch.setattr("quire.attention.context_ranks.TILE", 3)
     monkeypatch.setattr("quire.attention.context_ranks.PACK_TOKENS", 8)
-    make_tiny("GPTBigCodeForCausalLM", tmp_path)
+    write_tiny("GPTBigCodeForCausalLM", tmp_path)
     whole = loaded(tmp_path, ALONE)
 
     def own(group: ShardGroup) -> list[Tensor]:
@@ -95,7 +95,7 @@ def test_ways_to_divide_and_to_merge(
 
 def test_a_rank_keeps_its_share_only(tmp_path: Path) -> None:
     """Of eight tokens in a row each of two ranks keeps four, two in a row in turn, and writes nothing else."""
-    make_tiny("GPTBigCodeForCausalLM", tmp_path)
+    write_tiny("GPTBigCodeForCausalLM", tmp_path)
 
     def written(group: ShardGroup) -> tuple[int, list[list[bool]]]:
         with LOADING:
@@ -119,7 +119,7 @@ def test_a_rank_keeps_its_share_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "heads"), [("LlamaForCausalLM", 2), ("GPT2LMHeadModel", 4)])
 def test_ranks_without_a_head_of_keys_in_common(name: str, heads: int, tmp_path: Path) -> None:
-    make_tiny(name, tmp_path)
+    write_tiny(name, tmp_path)
     with pytest.raises(ConfigError, match=rf"it must divide tensor_parallel_size=2 / {heads} heads of keys"):
         on_ranks(2, lambda group: loaded(tmp_path, group), context=2)
 

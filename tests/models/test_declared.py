@@ -63,6 +63,12 @@ OLD = {
         rope_local_base_freq=10000, rope_theta=1000000, rope_scaling=None, num_hidden_layers=8),
     "gemma-3 stretched": dict(LLAMA, architectures=["Gemma3ForCausalLM"], sliding_window=1024,
         rope_scaling=dict(factor=8.0, rope_type="linear"), num_hidden_layers=7),
+    "gemma-3n-e2b": dict(LLAMA, architectures=["Gemma3nForCausalLM"], hidden_activation="gelu_pytorch_tanh",
+        hidden_size=2048, num_attention_heads=8, num_key_value_heads=2, head_dim=256, sliding_window=512,
+        num_hidden_layers=12, num_kv_shared_layers=4, intermediate_size=[8192] * 12,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 3, rope_scaling=None, rope_theta=1000000,
+        rope_local_base_freq=10000, final_logit_softcapping=30.0, query_pre_attn_scalar=256,
+        activation_sparsity_pattern=[0.95] * 6 + [0.0] * 6, altup_lr_multiplier=1.0, altup_coef_clip=120.0),
     "phi-3-mini-4k": dict(LLAMA, architectures=["Phi3ForCausalLM"], sliding_window=2047, rope_scaling=None,
         original_max_position_embeddings=4096, attention_bias=False),
     "phi-3-mini-128k": dict(LLAMA, architectures=["Phi3ForCausalLM"], hidden_size=3072,
@@ -289,6 +295,11 @@ def test_layers_and_windows_of_known_models():
     gemma3 = read_arch(OLD["gemma-3-1b"])
     assert [layer.window for layer in gemma3.layers] == [512, 512, 512, 512, 512, 0, 512, 512]
     assert [layer.rope.theta for layer in gemma3.layers] == [10000, 10000, 10000, 10000, 10000, 1000000, 10000, 10000]
+    gemma3n = read_arch(OLD["gemma-3n-e2b"])
+    assert [layer.kv_from for layer in gemma3n.layers] == [-1] * 8 + [6, 6, 6, 7]
+    assert [index for index, layer in enumerate(gemma3n.layers) if layer.lends] == [6, 7]
+    assert [layer.window for layer in gemma3n.layers] == [512, 512, 512, 0] * 3
+    assert [layer.rope.theta for layer in gemma3n.layers[2:4]] == [10000, 1000000]
     stretched = read_arch(OLD["gemma-3 stretched"])
     assert stretched.layers[0].rope.scaling is None and stretched.layers[5].rope.scaling["factor"] == 8.0
     assert [layer.window for layer in read_arch(OLD["gemma-2"]).layers] == [4096, 0, 4096, 0]

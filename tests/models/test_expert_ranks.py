@@ -25,7 +25,7 @@ from quire.worker.balance import ExpertBalance
 from tests.models.test_ranks import LOADING, check
 from tests.shard_rank import loaded, size_of, steps
 from tests.thread_ranks import on_ranks
-from tests.tiny_models import ARCHS, make_tiny
+from tests.tiny_models import ARCHS, write_tiny
 
 # one by one, shared experts and groups, stacked with biases, weights that multiply what goes in
 SOME = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM")
@@ -55,7 +55,7 @@ def answers(folder: Path, group: ShardGroup, placement: str) -> tuple[list[Tenso
 
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 def test_two_ranks_with_whole_experts_give_the_logits_of_one(mixture: str, placement: str, tmp_path: Path) -> None:
-    make_tiny(mixture, tmp_path)
+    write_tiny(mixture, tmp_path)
     whole = loaded(tmp_path, ALONE)
     counts = [layer.stored.shape.experts for layer in experts_of(whole)]
     if not counts:
@@ -79,7 +79,7 @@ def stored(folder: Path, group: ShardGroup, form: str | None) -> Any:
 @pytest.mark.parametrize("form", ["fp8", "int8_wo"])
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 def test_quantized_experts(form: str, placement: str, tmp_path: Path) -> None:
-    make_tiny("MixtralForCausalLM", tmp_path)
+    write_tiny("MixtralForCausalLM", tmp_path)
 
     whole = stored(tmp_path, ALONE, form)
     assert {layer.stored.name for layer in experts_of(whole)} != {"stacked"}
@@ -93,7 +93,7 @@ def test_quantized_experts(form: str, placement: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [None, "fp8", "int8_wo"])
 def test_experts_that_move(form: str | None, tmp_path: Path) -> None:
     """Whatever the loads are: the logits stay, and each rank keeps as many experts."""
-    make_tiny("MixtralForCausalLM", tmp_path)
+    write_tiny("MixtralForCausalLM", tmp_path)
 
     def moving(group: ShardGroup) -> tuple[list[list[Tensor]], list[Any]]:
         model, rng = stored(tmp_path, replace(group, placement="linear", redundant=1), form), random.Random(5)
@@ -137,7 +137,7 @@ def test_which_experts_a_rank_has() -> None:
 
 def test_shapes_that_do_not_depend_on_the_choice(tmp_path: Path) -> None:
     """As on a GPU, where a graph has been captured: every pair is computed, and what lies elsewhere weighs nothing."""
-    make_tiny("Qwen3MoeForCausalLM", tmp_path)
+    write_tiny("Qwen3MoeForCausalLM", tmp_path)
 
     def static(group: ShardGroup) -> list[Tensor]:
         with LOADING:

@@ -94,6 +94,13 @@ def test_a_declaration_that_stumbles_is_an_error_of_the_file() -> None:
         ("Mamba2ForCausalLM", {"hidden_act": "torch.silu"}, "activation 'torch.silu'"),
         ("Mamba2ForCausalLM", {"hidden_act": 1 << 31}, "activation 2147483648"),
         ("GraniteForCausalLM", {"logits_scaling": float("nan")}, "logit_scale = nan"),
+        ("Gemma3nForCausalLM", {"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6 of 6 layers"),
+        ("Gemma3nForCausalLM", {"num_kv_shared_layers": 5}, "no layer before them is of type 'full_attention'"),
+        ("Gemma3nForCausalLM", {"activation_sparsity_pattern": [0.5] * 5 + [1.0]}, "has 1.0; expected shares"),
+        ("Gemma3nForCausalLM", {"activation_sparsity_pattern": [0.5]}, "has 1 values, num_hidden_layers is 6"),
+        ("Gemma3nForCausalLM", {"altup_active_idx": 3}, "altup_active_idx = 3"),
+        ("Gemma3nForCausalLM", {"altup_num_inputs": 1 << 20}, "altup_num_inputs = 1048576"),
+        ("Gemma3nForCausalLM", {"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input = 0"),
     ],
 )  # fmt: skip
 def test_factors_and_activations(name: str, change: dict[str, Any], words: str) -> None:

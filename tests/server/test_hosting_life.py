@@ -23,7 +23,7 @@ SLOW = {"sleep": 0.02}
 class Stream(threading.Thread):
     """One streamed completion, read to its end in a thread of its own."""
 
-    def __init__(self, server: Hosted, prompt: str = "abc", max_tokens: int = LONG, **xargs: float) -> None:
+    def __init__(self, server: Hosted, prompt: str = "abc", max_tokens: int = LONG, **xargs: object) -> None:
         super().__init__(daemon=True)
         self.begun, self.ended_at, self.broken = threading.Event(), 0.0, ""
         self.events: list[str] = []
@@ -212,14 +212,16 @@ def _gauge(server: Hosted, name: str) -> float:
 def test_an_engine_that_is_stuck_is_not_healthy_and_its_stacks_are_in_the_log(tmp_path):
     with hosted(tmp_path, "--engine-stall-timeout", "0.5") as server:
         assert server.get("/health").status_code == 200
-        stream = Stream(server, max_tokens=1, sleep=6.0)
+        gate = tmp_path / "gate"
+        stream = Stream(server, max_tokens=6, gate=str(gate))
         server.wait_for_line("The engine is stuck")
         sick = server.get("/health")
         assert sick.status_code == 503 and "no step finished for" in sick.json()["error"]["message"]
         server.wait_for_line(r'File ".*fake_engine.py", line \d+ in _trouble')
+        gate.touch()
         server.wait_for_line("The engine goes on")
         assert server.get("/health").status_code == 200
-        del stream
+        stream.finish()
 
 
 def test_an_engine_that_is_frozen_while_idle_is_not_healthy_either(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -19,8 +20,8 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 0, "ignore_eos": 
 def workers_of(server: Hosted) -> list[int]:
     """Of the engine process, in the order in which they were started: by rank."""
     engine, found = server.engine_pid, []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (folder / "stat").exists():
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # a process of somebody else that ended meanwhile
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == engine and "executor.remote" in (folder / "cmdline").read_text():
                 found.append(int(folder.name))

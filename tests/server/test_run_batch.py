@@ -143,7 +143,8 @@ def test_whoever_reads_along_sees_the_answers(model: str, tmp_path: Path) -> Non
     """The file that was named grows while the batch runs, in its place."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     target.write_text("of another run\n")
-    slow = {"max_tokens": 60, "vllm_xargs": {"sleep": 0.05}}
+    gate = tmp_path / "gate"
+    slow = {"max_tokens": 6, "vllm_xargs": {"gate": str(gate)}}
     source.write_text(line("a", prompt="ab", max_tokens=1) + "\n" + line("b", prompt="ab", **slow) + "\n")
     flags = ["--disable-tqdm", "--model", model]
     with open(target) as reader:
@@ -155,6 +156,7 @@ def test_whoever_reads_along_sees_the_answers(model: str, tmp_path: Path) -> Non
             seen = "" if (text := reader.read()).startswith("of another") else text
             time.sleep(0.02)
         running = run.is_alive()
+        gate.touch()
         run.join()
         reader.seek(0)
         whole = lines_of(reader.read())
@@ -181,23 +183,25 @@ def test_options_of_the_server_hold(run: Any) -> None:
     assert (message["content"], message["role"]) == ("hey!", "poet")
 
 
-def test_metrics_while_it_runs(run: Any) -> None:
-    port = free_port()
+def test_metrics_while_it_runs(run: Any, tmp_path: Path) -> None:
+    port, gate = free_port(), tmp_path / "gate"
     pages: list[httpx.Response] = []
     done = threading.Event()
 
     def scrape() -> None:
         while not done.is_set() and not pages:
             try:
-                page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5)
+                page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60)
             except httpx.TransportError:
+                done.wait(0.02)
                 continue
             if "vllm:prompt_tokens_total" in page.text:
-                pages.extend([page, httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)])
+                pages.extend([page, httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60)])
+        gate.touch()
 
     reader = threading.Thread(target=scrape)
     reader.start()
-    slow = line("a", prompt="abc", max_tokens=200, ignore_eos=True, vllm_xargs={"sleep": 0.02})
+    slow = line("a", prompt="abc", max_tokens=6, ignore_eos=True, vllm_xargs={"gate": str(gate)})
     run(slow, flags=("--enable-metrics", "--url", "127.0.0.1", "--port", str(port)))
     done.set()
     reader.join()

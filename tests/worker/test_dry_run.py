@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,10 +38,8 @@ from quire.worker.runner import ModelRunner
 from tests import seq2seq_models
 from tests.fake_triton import without_gpu
 from tests.tiny_adapters import linear_modules, write_adapter
+from tests.tiny_models import VOCAB, make_tiny, write_tiny
 from tests.worker.test_staged import UncapturedGraphs, UncapturedMixed
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import VOCAB, make_tiny
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 64, 72, 128)
 OPTIONS: dict[str, Any] = {
@@ -173,14 +170,17 @@ def serve(llm: LLM, rng: random.Random) -> None:
 
 
 # Layers that differ want kernels of their own, and those that are alike the same ones.
-LAYERS = {"Qwen3ForCausalLM": 1, "Qwen3MoeForCausalLM": 1, "Gemma3ForCausalLM": 6, "DeepseekV3ForCausalLM": 2}
+LAYERS = {
+    "Qwen3ForCausalLM": 1, "Qwen3MoeForCausalLM": 1, "Gemma3ForCausalLM": 6, "DeepseekV3ForCausalLM": 2,
+    "Gemma3nForCausalLM": 6,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", LAYERS)
 def test_serving_wants_no_kernel_that_was_not_listed(
     arch: str, as_on_a_gpu: None, masks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tiny(arch, tmp_path, num_hidden_layers=LAYERS[arch])
+    write_tiny(arch, tmp_path, num_hidden_layers=LAYERS[arch])
     wanted = check_listed(str(tmp_path), lambda llm: serve(llm, random.Random(3)), monkeypatch)
     assert len(wanted) > 15 and any(job["name"] == "_allow_kernel" for job in wanted)
 
@@ -270,7 +270,7 @@ def test_contexts_shorter_than_what_rows_may_share(
     max_model_len: int, as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trial steps and a step of many decodes: no table is read past its last column."""
-    make_tiny("Qwen3ForCausalLM", tmp_path, num_hidden_layers=1)
+    write_tiny("Qwen3ForCausalLM", tmp_path, num_hidden_layers=1)
     plain_load = module.Worker.load
 
     def load(self: module.Worker) -> Any:

@@ -6,17 +6,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from tests.tiny_models import VOCAB, write_tiny
 from tests.worker.test_staged import UncapturedGraphs
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import VOCAB, make_tiny
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are interpreted only with TRITON_INTERPRET=1", allow_module_level=True)
@@ -60,10 +57,17 @@ def use_gpu_steps(monkeypatch: pytest.MonkeyPatch) -> list[UncapturedGraphs]:
 
 @pytest.mark.parametrize(
     "arch",
-    ["Qwen3ForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM"],
+    [
+        "Qwen3ForCausalLM",
+        "MistralForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Qwen3NextForCausalLM",
+        "GptOssForCausalLM",
+        "Gemma3nForCausalLM",
+    ],
 )
 def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny(arch, tmp_path)
+    write_tiny(arch, tmp_path)
     rng = random.Random(1)
     prompts = [[rng.randrange(4, VOCAB) for _ in range(count)] for count in (3, 20, 9, 31)]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=5, ignore_eos=True) for i in range(4)]
@@ -80,11 +84,11 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
     assert used[0].used > 3
 
 
-def test_images_that_attend_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3's, beside transformers."""
+@pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Molmo2ForConditionalGeneration"])
+def test_images_that_attend_in_both_directions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each to itself, or to the others too; beside transformers."""
     from tests.media_models import IMAGE, draw_item, is_greedy, make_model, prompt_of
 
-    name = "Gemma3ForConditionalGeneration"
     model = make_model(name, tmp_path)
     a, b = (draw_item(name, model, seed) for seed in (1, 2))
     rng = random.Random(1)
@@ -92,7 +96,7 @@ def test_images_that_attend_in_both_directions(tmp_path: Path, monkeypatch: pyte
     pieces = [[before, a, after], [after, b, before, a, [7]], [after + before]]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={IMAGE: -100.0})
     use_gpu_steps(monkeypatch)
-    with LLM(str(tmp_path), **OPTIONS) as llm:
+    with LLM(str(tmp_path), **{**OPTIONS, "max_num_batched_tokens": 48}) as llm:
         outputs = llm.generate([prompt_of(one) for one in pieces], params, use_tqdm=False)
     for one, output in zip(pieces, outputs, strict=True):
         assert is_greedy(name, model, one, list(output.outputs[0].token_ids))

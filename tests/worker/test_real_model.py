@@ -11,7 +11,7 @@ from quire.sched.kv_layout import place
 from quire.worker import kv_memory
 from quire.worker.main import build_worker
 from tests.sampling.oracle import resolved
-from tests.tiny_models import VOCAB, make_tiny
+from tests.tiny_models import VOCAB, make_tiny, write_tiny
 from tests.worker.driver import BLOCK, Asked, Driver
 
 
@@ -89,7 +89,7 @@ def test_what_a_lost_request_left_in_the_cache_does_not_spread(tmp_path, monkeyp
 
 
 def test_seeded_text_does_not_depend_on_company(tmp_path):
-    make_tiny("LlamaForCausalLM", tmp_path)
+    write_tiny("LlamaForCausalLM", tmp_path)
     worker, _ = make_worker(tmp_path)
     texts = []
     for company in (0, 3, 9):

@@ -6,7 +6,7 @@ Must not know: where items come from, tokenizers, positions in a prompt.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from quire.media.settings import ProcessorFiles, Settings
@@ -16,6 +16,7 @@ CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.261302
 HALF = [0.5, 0.5, 0.5]
 BILINEAR, BICUBIC, LANCZOS = 2, 3, 1
 BESIDE = "is_beside"  # the array that says so
+TOKENS = "token_ids"  # the array of an item's tokens
 
 
 class ProcessedItem(NamedTuple):
@@ -36,11 +37,16 @@ class Family(abc.ABC):
     features: Mapping[str, str] = {}
     marks: Mapping[str, tuple[str, ...]] = {}
     regards: Mapping[str, str] = {}
-    most_items: int | None = None  # that a prompt may have; None: any number
+    most_items: Mapping[str, int] = {}  # of a modality that a prompt may have; else any number
+    mixes_modalities = True  # a prompt may have items of several
     counts_items = False  # an item alone in its prompt is processed differently
+    tells_tokens = False  # the encoder is told the ids of an item's tokens that get vectors (TOKENS)
+    fixed: Collection[str] = ()  # settings of sizes that the number of vectors does not follow: a prompt keeps them
+    begins_text = False  # a prompt with items begins with the token that begins texts, or else the one that ends them
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.files = files
+        self._own: dict[str, Settings] = {}  # by modality
 
     @abc.abstractmethod
     def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
@@ -62,7 +68,21 @@ class Family(abc.ABC):
         return text
 
     def settings(self, modality: str, defaults: Mapping[str, Any], *further: str) -> Settings:
-        return Settings.of(defaults, self.files.parts.get(modality, {}), further)
+        own = self._own[modality] = Settings.of(defaults, self.files.parts.get(modality, {}), further)
+        return own
+
+    def check_request(self, modality: str, options: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
+        """Of the options of a prompt, those that are `fixed` may only repeat what the engine's options say, or else
+        the files."""
+        own = self._own.get(modality, Settings({}))
+        for name in (name for name in self.fixed if options.get(name) is not None and own.knows(name)):
+            value = own.get(name) if engine.get(name) is None else engine[name]
+            if not _is_same(options[name], value):
+                raise InputError(
+                    f"mm_processor_kwargs: {name} is {options[name]!r:.100}; it belongs to the model and must be "
+                    f"{value!r:.100} for {modality} items; only the engine's own option may set it",
+                    param="mm_processor_kwargs",
+                )
 
     def processor(self, defaults: Mapping[str, Any]) -> Settings:
         return Settings.of(defaults, self.files.processor)
@@ -71,3 +91,13 @@ class Family(abc.ABC):
         return InputError(
             f"this model takes {', '.join(self.placeholders)} and no {modality}", param="multi_modal_data"
         )
+
+
+def _is_same(value: Any, own: Any) -> bool:
+    if isinstance(own, Mapping):
+        same_names = isinstance(value, Mapping) and value.keys() == own.keys()
+        return same_names and all(_is_same(value[name], one) for name, one in own.items())
+    if isinstance(own, (list, tuple)):
+        same_length = isinstance(value, (list, tuple)) and len(value) == len(own)
+        return same_length and all(map(_is_same, value, own))
+    return isinstance(value, (int, float, str)) and value == own

@@ -42,7 +42,8 @@ _WITH_WORDS = {
 
 class Florence2(Family):
     placeholders = {"image": "<image>"}
-    most_items = 1
+    most_items = {"image": 1}
+    fixed = ("size", "do_resize")
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)

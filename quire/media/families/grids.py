@@ -29,6 +29,7 @@ class Ovis2(Family):
     placeholders = {"image": "<image>"}
     features = {"image": "<IMG_ATOM>"}
     marks = {"image": ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")}
+    fixed = ("size",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -181,7 +182,7 @@ class PerceptionLM(Family):
         if modality == "video":
             settings, name = self.video.over(options), "pixel_values_videos"
             size, filter_ = settings.box("size"), settings.filter(BICUBIC)
-            parts = [pixels.planes(pixels.resize(frame, size, filter_)) for frame in value.frames]
+            parts = pixels.resized_frames(value.frames, size, filter_)
         elif modality == "image":
             settings, name = self.image.over(options), "pixel_values"
             parts = self._tiles(value, settings)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
 from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, Family, ProcessedItem
+from quire.media.images import check_crops, check_frames
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
@@ -34,18 +35,27 @@ _MOST_CHOICES = 256
 def resized(image: Image, settings: Settings) -> Array:
     """Bytes after the steps that CLIP's processor takes."""
     if settings.flag("do_resize", True):
-        edges = settings.edges("size")
-        if "height" in edges and "width" in edges:
-            size = edges["height"], edges["width"]
-        elif "longest_edge" in edges and "shortest_edge" in edges:
-            size = pixels.between_edges(image, edges["shortest_edge"], edges["longest_edge"])
-        elif "shortest_edge" in edges:
-            size = pixels.shortest_edge(image, edges["shortest_edge"])
-        else:
-            raise InputError(f"size of the media processor has none of its keys: {sorted(edges)}", param="size")
-        image = pixels.resize(image, size, settings.filter(BICUBIC))
+        image = pixels.resize(image, _scaled_size(image, settings), settings.filter(BICUBIC))
     array = pixels.planes(image)
     return pixels.centre_crop(array, settings.box("crop_size")) if settings.flag("do_center_crop") else array
+
+
+def _scaled_size(image: Image, settings: Settings) -> Size:
+    edges = settings.edges("size")
+    if "height" in edges and "width" in edges:
+        return edges["height"], edges["width"]
+    if "longest_edge" in edges and "shortest_edge" in edges:
+        return pixels.between_edges(image, edges["shortest_edge"], edges["longest_edge"])
+    if "shortest_edge" in edges:
+        return pixels.shortest_edge(image, edges["shortest_edge"])
+    raise InputError(f"size of the media processor has none of its keys: {sorted(edges)}", param="size")
+
+
+def size_after(image: Image, settings: Settings) -> Size:
+    """What `resized` would make of it."""
+    if settings.flag("do_center_crop"):
+        return settings.box("crop_size")
+    return _scaled_size(image, settings) if settings.flag("do_resize", True) else (image.height, image.width)
 
 
 class ClipTokens:
@@ -126,7 +136,9 @@ def tiled(image: Image, choices: list[list[int]], whole: Size, tile: int, settin
         lib.Image.fromarray(np.ascontiguousarray(np.moveaxis(part, 0, -1)))
         for part in pixels.tiles(padded, (tile, tile))
     ]
-    return [pixels.resize(image, whole, filter_), *parts]
+    parts = [pixels.resize(image, whole, filter_), *parts]
+    check_crops([size_after(part, settings) for part in parts], "image_grid_pinpoints")
+    return parts
 
 
 def choices_of(settings: Settings) -> list[list[int]]:
@@ -158,6 +170,8 @@ def unpadded(size: Size, grid: int, target: Size, side: Size) -> Size:
 
 
 class LlavaNext(Llava):
+    fixed = ("size", "do_resize", "do_center_crop")
+
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
         pinpoints = files.config.get("image_grid_pinpoints") or [
@@ -195,6 +209,7 @@ class LlavaOneVision(Family):
 
     placeholders = {"image": "<image>", "video": "<video>"}
     counts_items = True
+    fixed = ("size", "do_resize", "do_center_crop")
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -252,6 +267,14 @@ class LlavaOneVision(Family):
 
         settings = self.video.over(options)
         levels = settings.levels()
+        sizes = [size_after(frame, settings) for frame in frames]
+        check_frames(sizes)
+        if len(several := sorted(set(sizes))) > 1:
+            first, other = (f"{width}x{height}" for height, width in several[:2])
+            raise InputError(
+                f"the frames of the video have different sizes once they are resized: {first} and {other} pixels",
+                param="multi_modal_data",
+            )
         array = np.stack([levels.apply(resized(frame, settings)) for frame in frames])
         side = math.ceil(int(math.sqrt(self.num)) / 2)
         num = len(frames) * side * side + 1

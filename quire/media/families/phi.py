@@ -10,7 +10,7 @@ from quire.media import pixels
 from quire.media.audio import Audio, resample
 from quire.media.families.base import BICUBIC, BILINEAR, HALF, Family, ProcessedItem
 from quire.media.images import check_size
-from quire.media.mel import BankOptions, log_banks
+from quire.media.mel import BankOptions, check_transforms, log_banks
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MOST_CROPS = 64
+_MOST_TRANSFORM = 1 << 13
+_MOST_NUMBERS = 1 << 30  # of all transforms: hours of audio, with the released geometry
 _SHORTEST = 10  # pixels of a side of the resized image
 _IMAGE = {
     "size": {"height": 448, "width": 448}, "patch_size": 14, "dynamic_hd": 36, "resample": BICUBIC, "do_rescale": True,
@@ -81,6 +83,7 @@ class Phi4Multimodal(Family):
                 f"the audio has {len(samples)} samples at {options.rate} Hz; the model needs {options.window} at least",
                 param="multi_modal_data",
             )
+        check_transforms(len(samples) // options.hop, options.size, options.bins, _MOST_NUMBERS)
         features = log_banks(samples, options)
         num = len(features) * settings.whole("audio_feat_stride", high=64)
         for name in ("audio_compression_rate", "audio_downsample_rate"):
@@ -90,7 +93,7 @@ class Phi4Multimodal(Family):
 
 
 def _bank_options(settings: Settings) -> BankOptions:
-    size = settings.whole("n_fft", low=2, high=1 << 16)
+    size = settings.whole("n_fft", low=2, high=_MOST_TRANSFORM)
     lowest = settings.number("mel_min_frequency", 0.0) if settings.get("mel_min_frequency") else 0.0
     highest = settings.number("mel_max_frequency", 7690)
     if lowest >= highest:

@@ -107,7 +107,7 @@ class Qwen2VL(Family):
         import numpy as np  # lazy
 
         filter_, levels = settings.filter(BICUBIC), settings.levels()
-        bytes_ = np.stack([pixels.planes(pixels.resize(frame, size, filter_)) for frame in frames])
+        bytes_ = np.stack(pixels.resized_frames(frames, size, filter_))
         patch, merge = settings.whole("patch_size"), settings.whole("merge_size")
         # Bytes are put in order, a quarter of what floats are; and an image once, though it is its next frame too.
         depth, channels = settings.whole("temporal_patch_size"), len(bytes_[0])

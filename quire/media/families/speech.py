@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.media.audio import Audio, resample
 from quire.media.families.base import Family, ProcessedItem
-from quire.media.mel import MelOptions, log_mel
+from quire.media.mel import MOST_NUMBERS, MelOptions, check_transforms, log_mel
 from quire.media.pixels import Array
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import CheckpointError, InputError
@@ -31,12 +31,18 @@ class WhisperFeatures:
             hop=hop,
         )
         self.num_samples = settings.whole("chunk_length", high=3600) * rate
+        if self.num_samples > MOST_NUMBERS:
+            raise InputError(
+                f"the feature extractor hears {self.num_samples} samples at once (chunk_length x sampling_rate); the "
+                f"limit is {MOST_NUMBERS}"
+            )
+        check_transforms(self.num_samples // hop, self.mel.window, self.mel.bins)
 
     def of(self, audio: Audio) -> tuple[Array, Array]:
         """(1, bins, frames) and (1, frames); what is longer than a chunk is cut off."""
         import numpy as np  # lazy
 
-        samples = resample(audio, self.mel.rate)[: self.num_samples]
+        samples = resample(audio, self.mel.rate, self.num_samples)
         padded = np.zeros(self.num_samples, np.float32)
         padded[: len(samples)] = samples
         features = log_mel(padded, self.mel)
@@ -74,7 +80,7 @@ class Whisper(Family):
     """An item is what the encoder reads, and has no place in the decoder's prompt."""
 
     placeholders = {"audio": ""}
-    most_items = 1
+    most_items = {"audio": 1}
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)

@@ -116,6 +116,7 @@ def _multiples(size: Size, side: int) -> Size:
 class InternVL(Family):
     placeholders = {"image": "<IMG_CONTEXT>", "video": "<video>"}
     features = {"video": "<IMG_CONTEXT>"}
+    fixed = ("size",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -138,7 +139,7 @@ class InternVL(Family):
         if modality == "video":
             settings = self.video.over(options)
             size, filter_ = settings.box("size"), settings.filter(BICUBIC)
-            parts = [pixels.planes(pixels.resize(frame, size, filter_)) for frame in value.frames]
+            parts = pixels.resized_frames(value.frames, size, filter_)
             frames = [f"Frame{number + 1}: <img>{token * self.num}</img>" for number in range(len(parts))]
             text = "\n".join(frames)
         elif modality == "image":

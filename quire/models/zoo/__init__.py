@@ -41,7 +41,12 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "zamba2": ("Zamba2ForCausalLM",),
         "kimi_linear": ("KimiLinearForCausalLM",),
     },
-    "gemma": {"gemma": ("GemmaForCausalLM",), "gemma2": ("Gemma2ForCausalLM",), "gemma3": ("Gemma3ForCausalLM",)},
+    "gemma": {
+        "gemma": ("GemmaForCausalLM",),
+        "gemma2": ("Gemma2ForCausalLM",),
+        "gemma3": ("Gemma3ForCausalLM",),
+        "gemma3n": ("Gemma3nForCausalLM",),
+    },
     "phi": {"phi": ("PhiForCausalLM",), "phi3": ("Phi3ForCausalLM",)},
     "olmo": {
         "olmo": ("OlmoForCausalLM",),

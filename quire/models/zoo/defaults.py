@@ -79,6 +79,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-06, tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096,
         rope_theta=1000000.0, rope_local_base_freq=10000.0,
     ),
+    "Gemma3nForCausalLM": dict(
+        vocab_size=262400, hidden_size=2048, intermediate_size=16384, num_hidden_layers=35, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=32768,
+        rms_norm_eps=1e-06, tie_word_embeddings=True, sliding_window=512, rope_theta=1000000.0,
+        rope_local_base_freq=10000.0, final_logit_softcapping=30.0, vocab_size_per_layer_input=262144,
+        hidden_size_per_layer_input=256, altup_active_idx=0, altup_correct_scale=True, altup_num_inputs=4,
+        num_kv_shared_layers=15, laurel_rank=64,
+    ),
     "Phi3ForCausalLM": dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-05,

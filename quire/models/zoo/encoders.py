@@ -140,8 +140,8 @@ def jina_v3(c: View) -> EncoderArch:
 
 def gte(c: View) -> EncoderArch:
     core = _roped(c, 160000.0, 1e-12, act=c.get("hidden_act", default="gelu"), qkv_bias=True, o_bias=True,
-                  mlp_bias=False, down_bias=True)  # fmt: skip
-    return EncoderArch(core, types=c.get("type_vocab_size", default=1), up_first=True)
+                  mlp_bias=False, down_bias=True, up_first=True)  # fmt: skip
+    return EncoderArch(core, types=c.get("type_vocab_size", default=1))
 
 
 def modernbert(c: View) -> EncoderArch:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.base.registry import Registry
 from quire.models.arch import Arch, with_rope
 from quire.models.view import View
 from quire.models.zoo.defaults import DEFAULTS
 from quire.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.layers.modality_tokens import ModalityTokensKind
 
 # model_type of the language model's part -> its declaration
 TEXT_TYPES = {
@@ -34,6 +37,7 @@ TEXT_TYPES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -61,12 +65,23 @@ TEXT_TYPES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 # those that occur within such models only
-OWN_TYPES = Registry("language model", {"deepseek_ocr2_text": "quire.models.zoo.deepseek:deepseek_ocr"})
+OWN_TYPES = Registry(
+    "language model",
+    {
+        "deepseek_ocr2_text": "quire.models.zoo.deepseek:deepseek_ocr",
+        "molmo2_text": "quire.models.zoo.olmo:molmo2_text",
+    },
+)
 # what these language models do whatever their configuration says of it
 _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "glm4v_text": {"attention_bias": True},
     "glm_ocr_text": {"attention_bias": False},
+}
+# of its configuration classes
+_GEMMA3N: dict[str, dict[str, Any]] = {
+    "vision_config": dict(vocab_offset=262144, vocab_size=128, hidden_size=2048, rms_norm_eps=1e-6),
+    "audio_config": dict(vocab_offset=262272, vocab_size=128, hidden_size=1536, rms_norm_eps=1e-6),
 }
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 # what checkpoints put before the names of the language model's weights
@@ -78,10 +93,10 @@ NAMES = (
 )
 # of the tower, and of what stands between it and the language model
 TOWER = (
-    r"^(?:model\.)?(?:vision_tower|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
+    r"^(?:model\.)?(?:vision_tower|vision_backbone|visual|vision_model|vision_encoder|vision_projection|vision_embed_tokens|video_tower|"
     r"visual_embeddings_table|embed_tokens_extend|sam_model|qwen2_model|view_sep[ae]rator|"
     r"image_tower|image_newline|multi_modal_projector|connector|aligner|audio_tower|encoder|projector|mm_projector|"
-    r"merger|mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+)(?:\.|$)"
+    r"merger|mlp_AR|mlp1|high_res_[a-z_]+|vqmodel|generation_[a-z]+|embed_(?:vision|audio)\.soft_embedding_norm)(?:\.|$)"
 )
 
 
@@ -107,9 +122,10 @@ def composite(c: View) -> Arch:
     return replace(
         arch,
         deepstack=len(deep),
+        modality_tokens=_gemma3n_tokens(c, arch) if kind == "gemma3n_text" else (),
         names=(*NAMES, *arch.names),
         ignore=(*arch.ignore, TOWER),
-        tie=arch.tie if tie is None else bool(tie),
+        tie=arch.tie if tie is None or arch.input_only else bool(tie),
     )
 
 
@@ -125,3 +141,18 @@ def _sections(text: Mapping[str, Any]) -> tuple[int, ...]:
     """M-RoPE: frequencies that turn by time, height and width."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return tuple(rope.get("mrope_section") or ())
+
+
+def _gemma3n_tokens(c: View, arch: Arch) -> tuple[ModalityTokensKind, ...]:
+    """The last ids of the vocabulary: those of images, then those of audio."""
+    from quire.layers.modality_tokens import ModalityTokensKind  # lazy
+
+    vision, audio = ({**_GEMMA3N[part], **(c.maybe(part) or {})} for part in _GEMMA3N)
+    ends = audio["vocab_offset"], arch.vocab
+    return tuple(
+        ModalityTokensKind(
+            f"model.embed_{name}", part["vocab_offset"], end, part["vocab_size"], part["hidden_size"],
+            part["rms_norm_eps"],
+        )
+        for name, part, end in zip(("vision", "audio"), (vision, audio), ends, strict=True)
+    )  # fmt: skip

@@ -105,21 +105,28 @@ async def run_pooling(
     )  # fmt: skip
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
 
-    def prepare_all() -> Groups:
-        check_bytes(prompts, params, request.cache_salt, state.options)
+    def prepare_parts(salted: Sequence[Prompt]) -> Groups:
         of_part = pooling.resolve(whole_params(params, 2))  # one object for all parts: it is sent once
         groups: Groups = []
         count = 0
-        for index, prompt in enumerate(prompts):
-            prompt = msgspec.structs.replace(prompt, cache_salt=salt)
-            parts = in_parts(pooling, prompt, params, tokenizing)
+        for index, prompt in enumerate(pooling.tokenized(salted, tokenizing, is_cut=False)):
+            parts = in_parts(pooling, prompt, tokenizing)
             count += len(parts)
             if count > index + 1:  # some are in parts
                 check_sequences(count, state.options, param="input", what="parts of at most the model's length")
             each = params if len(parts) == 1 else of_part
-            groups.append(
-                [engine.front.prepare(f"{own}-{index}.{at}", part, each, options) for at, part in enumerate(parts)]
-            )
+            named = [(f"{own}-{index}.{at}", part) for at, part in enumerate(parts)]
+            groups.append(engine.front.prepare_pooled(named, each, options))
+        return groups
+
+    def prepare_all() -> Groups:
+        check_bytes(prompts, params, request.cache_salt, state.options)
+        salted = [msgspec.structs.replace(prompt, cache_salt=salt) for prompt in prompts]
+        if is_in_parts(pooling, params):
+            groups = prepare_parts(salted)
+        else:
+            named = [(f"{own}-{index}.0", prompt) for index, prompt in enumerate(salted)]
+            groups = [[one] for one in engine.front.prepare_pooled(named, params, options)]
         _check_results(pooling, groups, params, state.options)
         if check is not None:
             check(groups)
@@ -148,11 +155,14 @@ def _check_results(pooling: PoolingInputs, groups: Groups, params: PoolingParams
     check_size(what, size, options, param="input")
 
 
-def in_parts(pooling: PoolingInputs, prompt: Prompt, params: PoolingParams, tokenizing: dict[str, Any]) -> list[Prompt]:
-    """One prompt, or the parts of a long one."""
+def is_in_parts(pooling: PoolingInputs, params: PoolingParams) -> bool:
+    """Whether long inputs are embedded in parts."""
     chunked = pooling.pooler.enable_chunked_processing and params.task == "embed"
-    if not chunked or params.truncate_prompt_tokens is not None:
-        return [prompt]
+    return bool(chunked) and params.truncate_prompt_tokens is None
+
+
+def in_parts(pooling: PoolingInputs, prompt: Prompt, tokenizing: dict[str, Any]) -> list[Prompt]:
+    """One prompt, or the parts of a long one."""
     ids, _ = pooling.token_ids(prompt, None, tokenizing)
     return [Prompt(token_ids=part, cache_salt=prompt.cache_salt) for part in pooling.parts(ids)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ PLAIN = {
 }  # fmt: skip
 ALLOWED = {"PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR", "OMP_NUM_THREADS", "TZ"}
 
+PATIENCE_S = 60.0
+
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +48,12 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if pair)
+    """Popen returns when the program's file is open; its environment is there a little later."""
+    patience = time.monotonic() + PATIENCE_S
+    while not (text := Path(f"/proc/{pid}/environ").read_bytes().decode()):
+        assert time.monotonic() < patience, "a process without any environment"
+        time.sleep(0.01)
+    return dict(pair.split("=", 1) for pair in text.split("\0") if pair)
 
 
 def test_an_engine_process_gets_all_but_secrets() -> None:

@@ -16,10 +16,10 @@ from quire.schema.errors import ConfigError, NotBuiltError
 from tests.plain.config.test_hints import LLAMA
 
 
-def resolve(folder: Path, **options: Any) -> Any:
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+def resolve(folder: Path, *, headless: bool = False, model: dict[str, Any] | None = None, **options: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(LLAMA | (model or {})))
     args = EngineArgs(model=str(folder), device="cpu", skip_tokenizer_init=True, **options)
-    return args.create_engine_config()
+    return args.create_engine_config(headless=headless)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,11 @@ def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb:
     [
         ({"data_parallel_size": 2, "data_parallel_rank": 2}, ConfigError, "must be below data_parallel_size=2"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, ConfigError, "is more than data_parallel_size=2"),
-        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, NotBuiltError, "on other machines"),
-        ({"data_parallel_size": 2, "data_parallel_size_local": 0}, NotBuiltError, "on other machines"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 0, "data_parallel_start_rank": 1}, ConfigError,
+         "is a server without engines"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 0, "data_parallel_rank": 1}, ConfigError, "one engine"),
+        ({"data_parallel_size_local": 0, "nnodes": 2, "tensor_parallel_size": 2}, NotBuiltError, "nnodes=2 with data_"),
+        ({"data_parallel_size": 2, "data_parallel_rpc_port": 65536}, ConfigError, "at most 65535"),
         ({"data_parallel_external_lb": True}, ConfigError, "needs data_parallel_size above 1"),
         ({"data_parallel_size": 2, "data_parallel_external_lb": True}, ConfigError, "needs data_parallel_rank"),
         ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, ConfigError, "needs data_parallel_size_local"),
@@ -68,6 +71,62 @@ def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb:
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=said):
         resolve(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "headless", "here", "all_of_them"),
+    [
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, False, [0, 1], [0, 1, 2, 3]),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 0}, False, [], [0, 1]),
+        ({"data_parallel_size_local": 0}, False, [], [0]),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 2}, True, [2, 3], [2, 3]),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_start_rank": 3}, True, [3], [3]),
+        ({"data_parallel_size": 4}, True, [0, 1, 2, 3], [0, 1, 2, 3]),
+        ({}, True, [0], [0]),
+    ],
+)
+def test_engines_of_several_machines(
+    options: dict[str, Any], headless: bool, here: list[int], all_of_them: list[int], tmp_path: Path
+) -> None:
+    parallel = resolve(tmp_path, headless=headless, **options).parallel_config
+    assert list(parallel.ranks_here) == here and list(parallel.engine_ranks) == all_of_them
+    assert parallel.num_engines_here == len(here) and not parallel.data_parallel_hybrid_lb
+    assert parallel.has_several_engines == (len(all_of_them) > 1 or here != all_of_them)
+    assert (parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port) == ("127.0.0.1", 29550)
+
+
+def test_where_the_server_waits(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_size_local": 1, "master_addr": "10.0.0.9"}
+    assert resolve(tmp_path, **options).parallel_config.data_parallel_master_ip == "10.0.0.9"
+    options |= {"data_parallel_address": "10.0.0.1", "data_parallel_rpc_port": 13345}
+    parallel = resolve(tmp_path, **options).parallel_config
+    assert (parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port) == ("10.0.0.1", 13345)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb and headless exclude each other"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank and headless exclude each other"),
+        ({"data_parallel_external_lb": True}, "data_parallel_external_lb and headless exclude each other"),
+        ({"data_parallel_size_local": 0}, "nothing to start"),
+        ({"data_parallel_start_rank": 3, "data_parallel_size_local": 2}, "beyond data_parallel_size=4"),
+        ({"data_parallel_start_rank": 1}, "beyond data_parallel_size=4"),
+    ],
+)
+def test_what_is_refused_without_a_server(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve(tmp_path, headless=True, data_parallel_size=4, **options)
+
+
+def test_experts_are_not_shared_across_machines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    both: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True, "model": mixture}
+    assert resolve(tmp_path, **both).parallel_config.experts_span_engines
+    for headless, options in ((False, {"data_parallel_size_local": 1}), (True, {})):
+        caplog.clear()
+        assert not resolve(tmp_path, headless=headless, **both, **options).parallel_config.experts_span_engines
+        assert "not among engines" in caplog.text
 
 
 def test_a_program_per_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_what_is_not_in_the_table_works() -> None:
         (
             "fault_tolerance_config",
             {"engine_recovery_timeout_sec": 1},
-            "engines are on one machine, started once",
+            "engines are started once, and know of each other",
         ),
     ],
 )

@@ -359,6 +359,6 @@ def test_held_requests_are_waited_for_and_unheld_ones_that_never_run_are_a_fault
     loop.scheduler.release("a", Hold.KV_TRANSFER)
     assert run(loop)["a"][1] is FinishReason.LENGTH
     loop.submit(request("b"))
-    monkeypatch.setattr(loop.scheduler.planner.gates[-1], "bars", lambda request: True)
+    monkeypatch.setattr(type(loop.scheduler.planner), "_barred", lambda planner, request: True)
     with pytest.raises(RuntimeError, match="nothing could be planned 6 times"):
         run(loop)

@@ -6,9 +6,11 @@ import os
 import stat
 import threading
 
+import msgspec
 import pytest
 
 from quire.base.clock import now
+from quire.base.seal import new_secret
 from quire.config import EngineArgs
 from quire.engine.process_client import AttachedClient, ProcessClient
 from quire.engine.pulse import FILE, Pulse
@@ -97,24 +99,34 @@ def test_a_number_that_is_taken_again_starts_from_nothing():
 # ---- live ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def owner(tmp_path, monkeypatch):
+@pytest.fixture(params=["here", "from other machines"])
+def owner(request, tmp_path, monkeypatch):
+    """Clients join through a folder, or by TCP."""
     use_fake(monkeypatch)
     config = EngineArgs(model=write_model(tmp_path), block_size=4, max_num_seqs=8).create_engine_config()
-    made = ProcessClient(config, shared=True)
+    way = {} if request.param == "here" else {"host": "127.0.0.1", "secret": new_secret()}
+    made = ProcessClient(config, shared=True, **way)
     made.wait_ready()
     made.stream(Collector())
     yield made
     made.close()
-    os.close(made.life)
+    os.close(made.mailbox.life)
 
 
 def attach(owner: ProcessClient, number: int) -> tuple[AttachedClient, Collector]:
-    client = AttachedClient(owner.folder, number, owner.life)
+    host = "127.0.0.1" if owner.mailbox.address else ""
+    client = AttachedClient(owner.mailbox._replace(host=host), number)
     assert client.wait_ready().client == number
     sink = Collector()
     client.stream(sink)
     return client, sink
+
+
+def wait_idle(owner: ProcessClient) -> None:
+    """Before its requests would have ended by themselves, after 150 s."""
+    deadline = now() + 100
+    while owner.call("stats", timeout=60)["running"]:
+        assert now() < deadline
 
 
 def test_two_clients_of_one_engine(owner):
@@ -142,7 +154,7 @@ def test_a_client_that_vanished_is_worked_for_no_more(owner):
     while owner.call("stats", timeout=60)["running"]:
         assert now() < deadline
     one.close()
-    again, _ = attach(owner, 1)
+    again, _ = attach(owner, 2 if owner.mailbox.address else 1)  # whoever comes by TCP has a number of its own
     assert again.call("is_paused", timeout=60) is False
     again.close()
 
@@ -158,11 +170,11 @@ def test_the_engines_death_is_heard_by_all(owner):
 
 def test_sockets_are_for_this_user_alone(owner):
     one, _ = attach(owner, 1)
-    assert stat.S_IMODE(os.stat(owner.folder).st_mode) == 0o700
-    names = os.listdir(owner.folder)
-    assert {"engine", "client-0", "client-1", FILE} <= set(names)
+    assert stat.S_IMODE(os.stat(owner.mailbox.folder).st_mode) == 0o700
+    names = os.listdir(owner.mailbox.folder)
+    assert {"client-0", FILE} | (set() if owner.mailbox.address else {"engine", "client-1"}) <= set(names)
     for name in names:
-        assert stat.S_IMODE(os.stat(os.path.join(owner.folder, name)).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(os.path.join(owner.mailbox.folder, name)).st_mode) == 0o600
     one.close()
 
 
@@ -207,3 +219,73 @@ def test_a_running_engine_beats(owner):
         done.wait(0.01)
     assert one.pulse.read().steps > before and not one.pulse.read().busy
     one.close()
+
+
+# ---- from other machines -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reachable(tmp_path, monkeypatch):
+    use_fake(monkeypatch)
+    config = EngineArgs(model=write_model(tmp_path), block_size=4, max_num_seqs=8).create_engine_config()
+    made = ProcessClient(config, shared=True, host="127.0.0.1", secret=new_secret())
+    made.wait_ready()
+    made.stream(Collector())
+    yield made
+    made.close()
+    os.close(made.mailbox.life)
+
+
+def test_whoever_has_another_secret_is_not_heard(reachable):
+    mailbox = reachable.mailbox._replace(host="127.0.0.1", secret=new_secret())
+    stranger = AttachedClient(mailbox, 1)
+    assert stranger._reader.wire.receive(2.0) is None  # no answer to its Hello
+    stranger.close()
+    client, sink = attach(reachable, 1)  # not even its number is taken
+    client.submit([ask("a", "abc", 4)])
+    sink.wait_for(lambda o: o.finish_reason)
+    client.close()
+
+
+def test_a_client_whose_message_was_lost_on_the_network_is_given_up_alone(reachable):
+    (one, heard), (two, also) = attach(reachable, 1), attach(reachable, 2)
+    one.submit([ask("a", max_tokens=300, sleep=0.5)])
+    heard.wait_for(lambda o: o.new_token_ids)
+    one._reader.wire._seal._sent[b"from 1"] += 1  # a message that never arrives
+    one.abort(["nothing"])
+    assert heard.ended.wait(60) and "messages were lost on the network: message 3 came" in str(heard.error)
+    wait_idle(reachable)
+    two.submit([ask("b", "abc", 4)])  # the others go on
+    also.wait_for(lambda o: o.finish_reason)
+    assert not also.ended.is_set()
+    one.close()
+    two.close()
+
+
+def test_the_owner_cannot_be_given_up(reachable):
+    _, heard = attach(reachable, 1)
+    reachable._reader.wire._seal._sent[b"from 0"] += 1
+    reachable.abort(["nothing"])
+    assert heard.ended.wait(60) and "messages were lost on the network" in str(heard.error)
+
+
+def test_a_client_that_misses_something_gives_the_engine_up(reachable):
+    (one, heard), (two, also) = attach(reachable, 1), attach(reachable, 2)
+    one._reader.wire._seal._received[b"to 1"] -= 1
+    one.submit([ask("a", max_tokens=300, sleep=0.5)])
+    assert heard.ended.wait(60) and "messages were lost on the network" in str(heard.error)
+    wait_idle(reachable)  # nobody would hear of it
+    two.submit([ask("b", "abc", 4)])  # the others go on
+    also.wait_for(lambda o: o.finish_reason)
+    one.close()
+    two.close()
+
+
+def test_an_address_that_is_none_is_not_opened(reachable):
+    client, _ = attach(reachable, 1)
+    wrong = ["ipc:///etc/passwd", "tcp://a:1", "tcp://1.2.3.4", "tcp://1.2.3.4:*", "tcp://1.2.3.4:65536",
+             "tcp://1.2.3.256:1", "tcp://1.2.3.4:0", "x" * 99]  # fmt: skip
+    for address in wrong:
+        client._reader.wire.send([msgspec.msgpack.encode({"type": "hello", "address": address})])
+        assert client.call("is_paused", timeout=60) is False
+    client.close()

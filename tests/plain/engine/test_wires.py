@@ -218,6 +218,15 @@ def test_closing_ends_a_receive_in_another_thread(wires):
         a.send([b"x"])
 
 
+def test_connections_over_tcp_are_asked_whether_they_live(wires):
+    wire = Wire("", mine="tcp://127.0.0.1:*", theirs="tcp://127.0.0.1:9", secret=bytes(32))
+    for socket_ in (wire._outbox, wire._inbox._socket):
+        asked, silent, ttl = map(socket_.getsockopt, (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL))
+        assert 0 < 2 * asked < silent == ttl and silent > 3000 * env.NODE_TIMEOUT_S.get()
+    wire.close()
+    assert wires[0]._outbox.getsockopt(zmq.HEARTBEAT_IVL) == 0  # nothing breaks between processes of one machine
+
+
 # ---- children
 
 

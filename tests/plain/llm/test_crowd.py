@@ -85,8 +85,8 @@ def test_a_crowd(tmp_path, monkeypatch, form, seed, kill):
 
 PARENT = """
 import asyncio, os, sys
-import quire.engine.process_client
-quire.engine.process_client.MAIN = "tests.fake_engine:main"
+import quire.engine.process_client as client
+client.MAIN, client.EARLY = "tests.fake_engine:main", ""
 from quire import AsyncEngineArgs, AsyncLLM, SamplingParams
 engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=sys.argv[1]))
 reader = engine.front.client._reader
@@ -115,5 +115,5 @@ def _runs(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as f:
             return f.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # it is gone, or went while it was read
         return False

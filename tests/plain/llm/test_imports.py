@@ -54,8 +54,8 @@ def test_a_front_process_serves_without_torch(tmp_path):
     folder = write_model(tmp_path)
     code = f"""
 import asyncio, sys
-import quire.engine.process_client
-quire.engine.process_client.MAIN = "tests.fake_engine:main"
+import quire.engine.process_client as client
+client.MAIN, client.EARLY = "tests.fake_engine:main", ""
 from quire import AsyncEngineArgs, AsyncLLM, SamplingParams
 async def main():
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model={folder!r}))

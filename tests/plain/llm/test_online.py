@@ -179,10 +179,11 @@ async def test_pause_and_resume(engine):
     assert not held.done()
     await engine.resume_generation()
     assert (await asyncio.wait_for(held, 60))[-1].outputs[0].text == "xyxy"
-    task = asyncio.create_task(collect(engine, "abc", max_tokens=30, extra_args={"sleep": 0.002}))
-    await asyncio.sleep(0.05)
+    stream = engine.generate("abc", SamplingParams(max_tokens=30, extra_args={"sleep": 0.002}), "r")
+    outs = [await anext(stream)]  # it is in flight
     await engine.pause_generation(wait_for_inflight_requests=True, clear_cache=True)
-    assert (await asyncio.wait_for(task, 60))[-1].outputs[0].finish_reason == "length"
+    outs += [out async for out in stream]
+    assert outs[-1].outputs[0].finish_reason == "length"
     await engine.resume_generation()
 
 

@@ -15,10 +15,13 @@ from tests.fenced import blocks
 
 PAGE = [block for block in blocks() if str(block.page).endswith("features/parallel.md")]
 COMMANDS = [
-    found.strip().replace("$(LWS_WORKER_INDEX)", "1").replace("$(LWS_LEADER_ADDRESS)", "quire-0.quire")
+    found.strip()
+    .replace("$(($LWS_WORKER_INDEX * 8))", "8")
+    .replace("$(LWS_WORKER_INDEX)", "1")
+    .replace("$(LWS_LEADER_ADDRESS)", "quire-0.quire")
     for block in PAGE
     for found in re.findall(r"\bquire serve ([^\n#]*)", block.code)
-    if block.language in ("ini", "yaml", "console")
+    if block.language in ("ini", "yaml", "console") or "/quire serve" in block.code or "exec quire serve" in block.code
 ]
 
 
@@ -33,6 +36,20 @@ def test_a_command_is_accepted(command: str) -> None:
     if args.nnodes > 1:
         assert args.tensor_parallel_size * args.pipeline_parallel_size % args.nnodes == 0
         assert args.headless == (args.node_rank > 0) and args.master_addr != "127.0.0.1"
+
+
+def test_engines_of_all_machines_are_all_there_are() -> None:
+    """Commands follow each other as their machines do: the server's, then one more."""
+    parsed = [make_parser("quire serve").parse_args(shlex.split(command)) for command in COMMANDS]
+    several = [args for args in parsed if args.data_parallel_address is not None]
+    assert len(several) == 8
+    for server, node in zip(several[::2], several[1::2], strict=True):
+        assert not server.headless and node.headless and server.data_parallel_start_rank is None
+        assert (server.model_tag, server.data_parallel_size) == (node.model_tag, node.data_parallel_size)
+        assert server.data_parallel_size_local == (node.data_parallel_start_rank or 0)
+        assert server.data_parallel_size_local + node.data_parallel_size_local == server.data_parallel_size
+        meeting = [(args.data_parallel_address, args.data_parallel_rpc_port) for args in (server, node)]
+        assert meeting[0] == meeting[1] and server.data_parallel_address != "127.0.0.1"
 
 
 def test_the_unit_file() -> None:

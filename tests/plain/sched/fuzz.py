@@ -67,14 +67,21 @@ def key_of(given: EngineRequest) -> int:
 class Row:
     """A request on the device: what NewRow and Grants said, and what the device itself produced."""
 
-    def __init__(self, new: NewRow, given: EngineRequest, *, is_cross: bool) -> None:
+    def __init__(self, new: NewRow, given: EngineRequest, *, is_cross: bool, joined: bool = False) -> None:
+        """`joined`: what is computed of an item depends on all items of the prompt, and what is between them."""
         self.epoch, self.given, self.num_prompt = new.epoch, given, new.num_prompt_tokens
         self.tokens = list(new.token_ids)
         self.tables = [list(table) for table in new.blocks]
         places = [(item.offset, item.offset + item.length, item.key) for item in given.media]
         assert [(item.offset, item.offset + item.length, item.key) for item in new.media] == places, "other media"
         self.places = [] if is_cross else places
-        self.media = {p: (key, p - first) for first, last, key in self.places for p in range(first, last)}
+        self.media: dict[int, object] = {
+            p: (key, p - first) for first, last, key in self.places for p in range(first, last)
+        }
+        if joined and self.places:
+            first, last = self.places[0][0], self.places[-1][1]
+            own = tuple((start - first, end - first, key) for start, end, key in self.places)
+            self.media[first] = (own, tuple(given.prompt_token_ids[first:last]))
         self.inputs = [key for _, _, key in places] if is_cross else []  # of its encoder: what all positions depend on
         assert new.num_encoder_tokens == (sum(item.length for item in given.media) if is_cross else 0)
         self.prefix: list[int] = []  # number of each position's whole prefix
@@ -107,7 +114,10 @@ class Work:
 class Worker:
     """Replays plans. `blocks[b]` is what block b holds, `homes[b]` the group that wrote it; `slots` are elsewhere."""
 
-    def __init__(self, layout: KVLayout, given: dict[str, EngineRequest], rng: random.Random) -> None:
+    def __init__(
+        self, layout: KVLayout, given: dict[str, EngineRequest], rng: random.Random, *, joined: bool = False
+    ) -> None:
+        self.joined = joined
         self.groups, self.given, self.rng = layout.groups, given, rng
         width = max([group.block_size for group in layout.groups])
         self.blocks: list[list[object]] = [[None] * width for _ in range(layout.num_blocks)]
@@ -130,7 +140,7 @@ class Worker:
             del self.rows[name]
         for new in plan.joined:
             assert new.request_id not in self.rows, "joined twice"
-            self.rows[new.request_id] = Row(new, self.given[new.request_id], is_cross=self.is_cross)
+            self.rows[new.request_id] = Row(new, self.given[new.request_id], is_cross=self.is_cross, joined=self.joined)
         assert len({grant.request_id for grant in plan.grants}) == len(plan.grants), "two grants for one row"
         work = [Work(grant, self.rows[grant.request_id]) for grant in plan.grants]
         for one in work:
@@ -387,7 +397,8 @@ class World:
             hash_algorithm=rng.choice(["sha256", "blake2b", "sha256_cbor"]),
             events=rng.random() < 0.3,
             encoder_tokens=encodes,
-            whole_media=rng.random() < 0.3,
+            whole_media=rng.random() < 0.3 or length % 3 == 0,
+            joined_media=length % 3 == 0,
         )
         self.with_media = rng.choice([0.1, 0.1, 0.6])
         self.longest_item = 9
@@ -403,17 +414,17 @@ class World:
         self.scheduler.pace.learn(256, 256.0)  # a second for each token
         self.one_adapter = rng.random() < 0.2
         if self.one_adapter:
-            self.scheduler.planner.gates.insert(0, Adapters())
+            self.scheduler.planner.use_gates([Adapters(), *self.scheduler.planner.gates])
         self.tenants = tenants or rng.choice([(0,), (0, 5), (1, 2, 3, 4, 9)])
         self.given_up = 0
         self.watch_shares()
         self.plans: list[tuple[Grant, ...]] = []
         self.hiccups, self.idle = chunked and rng.random() < 0.2, 0
         if self.hiccups:
-            self.scheduler.planner.gates.insert(0, Hiccup(self.scheduler))
+            self.scheduler.planner.use_gates([Hiccup(self.scheduler), *self.scheduler.planner.gates])
         self.given: dict[str, EngineRequest] = {}
         self.clients: dict[str, Client] = {}
-        self.worker = Worker(self.layout, self.given, rng)
+        self.worker = Worker(self.layout, self.given, rng, joined=settings.joined_media)
         self.flights: deque[tuple[StepPlan, StepResult, list[Work]]] = deque()
         self.holds: dict[str, set[Hold]] = {}
         self.holding = rng.choice([0.0, 0.0, 0.3])
@@ -476,7 +487,15 @@ class World:
                 one = item(at, span, f"{rng.choice('xyzw')}{span}{mask or ''}")
                 items.append(replace(one, takes_vector=bytes(mask)))
                 at += span + rng.choice([0, 0, 1, 3])
+        while self.settings.joined_media and len(items) > 1 and not self.fits(items):
+            items.pop()
         return tuple(items)
+
+    def fits(self, items: list[MediaItem]) -> bool:
+        """One step, if they are joined."""
+        settings = self.settings
+        most = min(settings.max_num_batched_tokens, settings.long_prefill_threshold or 99, settings.encoder_tokens)
+        return items[-1].offset + items[-1].length - items[0].offset <= most
 
     def watch_shares(self) -> None:
         """Whatever is given up belongs to one that has more than its share, and is claimed by one that has less."""
@@ -640,6 +659,11 @@ class World:
             if self.media:
                 self.seen["with media"] += grant.request_id in {new.request_id for new in plan.joined}
                 continue
+            if settings.joined_media and encoder is not None and media:
+                assert not media[0].offset < upto < media[-1].offset + media[-1].length, "items are in several steps"
+                self.seen["joined media"] += (
+                    len(media) > 1 and media[0].offset < upto and grant.start < media[-1].offset
+                )
             if settings.whole_media and encoder is not None:
                 assert not any(one.offset < upto < one.offset + one.length for one in media), "an item is split"
             self.seen["with media"] += any(one.offset < upto and grant.start < one.offset + one.length for one in media)

@@ -81,6 +81,28 @@ def test_whole_items_are_not_split() -> None:
         made.add(request("b", 20, media_keys=((5, 9, "x"),)))
 
 
+def test_joined_items_are_in_one_step() -> None:
+    made, _ = bench(20, max_num_batched_tokens=12, whole_media=True, joined_media=True)
+    made.add(request("a", 30, media_keys=((5, 4, "x"), (11, 5, "y"))))
+    plans = [made.step() for _ in range(3)]
+    assert [counts(plan)["a"] for plan in plans] == [5, 12, 12] and [encoded(plan) for plan in plans] == [
+        [], ["x", "y"], [],
+    ]  # fmt: skip
+    made.scheduler.abort(["a"])
+    made.add(request("b", 12), request("c", 9, media_keys=((0, 4, "x"), (4, 4, "z"))))
+    assert counts(made.step()) == {"b": 12} and counts(made.step()) == {"b": 1, "c": 9}
+    with pytest.raises(InputError, match=r"13 tokens from its first media item to the end of its last, .* takes 12"):
+        made.add(request("d", 30, media_keys=((5, 4, "x"), (11, 7, "y"))))
+
+
+def test_joined_items_do_not_exceed_what_a_step_encodes() -> None:
+    made, _ = bench(8, max_num_batched_tokens=20, joined_media=True)
+    with pytest.raises(InputError, match=r"10 tokens from its first media item to the end of its last, .* takes 8"):
+        made.add(request("a", 30, media_keys=((5, 4, "x"), (11, 4, "y"))))
+    made.add(request("b", 30, media_keys=((5, 10, "y"),)))  # alone
+    assert encoded(made.step()) == ["y"]
+
+
 def test_what_failed_is_encoded_again() -> None:
     made, encoder = bench(20, depth=2)
     made.add(request("a", 8, media_keys=((1, 4, "x"),)))

@@ -34,6 +34,7 @@ RARE = (
     "relocated",
     "given up",
     "encoded",
+    "joined media",
     "freed",
     "with media",
 )
@@ -223,10 +224,13 @@ FAULTS: list[tuple[object, str, Callable[..., Any]]] = [
     (EncoderCache, "_drop", frees_without_saying),
 ]
 
+CAUGHT_LATE = {moves_backwards: 26, gives_up_to_anybody: 49}  # seeds to begin with, where the first ones notice nothing
+
 
 @pytest.mark.parametrize(("place", "name", "fault"), FAULTS, ids=[fault.__name__ for _, _, fault in FAULTS])
 def test_faults_are_caught(monkeypatch: pytest.MonkeyPatch, place: object, name: str, fault: Any) -> None:
     monkeypatch.setattr(place, name, fault)
+    first = CAUGHT_LATE.get(fault, 0)
     with pytest.raises((AssertionError, LookupError)):
         for seed in range(60):
-            run_seed(seed, 300)
+            run_seed((first + seed) % 60, 300)

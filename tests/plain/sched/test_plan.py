@@ -363,7 +363,7 @@ def test_a_gate_of_ones_own() -> None:
             return SKIP if one.source.priority % 2 and self.step % 2 else count
 
     bench = Bench()
-    bench.scheduler.planner.gates.insert(0, Odd())
+    bench.scheduler.planner.use_gates([Odd(), *bench.scheduler.planner.gates])
     bench.add(request("odd", priority=1), request("even"))
     assert [list(counts(bench.step())) for _ in range(4)] == [["even"], ["even", "odd"], ["even"], ["odd", "even"]]
 
@@ -377,7 +377,7 @@ def test_a_request_passed_over_does_not_loosen_the_budget() -> None:
 
     bench, gate = Bench(max_num_batched_tokens=12, long_prefill_threshold=9), NoPrompts()
     gates = bench.scheduler.planner.gates
-    gates.insert(0, gate)
+    bench.scheduler.planner.use_gates([gate, *gates])
     bench.add(request("a", 1), request("prompt", 9), request("b", 1), request("c", 1))
     next(one for one in gates if isinstance(one, ChunkLimit)).most = 5
     assert counts(bench.step()) == {"a": 1, "prompt": 5, "b": 1, "c": 1}
@@ -410,7 +410,7 @@ def test_from_config_reads_every_option(device: str) -> None:
             max_num_queued_tokens=12, inter_token_latency_goal_ms=25.0, encoder_cache_size=99,
             disable_chunked_mm_input=True,
         ),
-        model_config=Names(takes_media=device == "cpu", is_encoder_decoder=False),
+        model_config=Names(takes_media=device == "cpu", is_encoder_decoder=False, facts=Names(both_ways="items")),
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
         kv_events_config=Names(publishes=True),
         lora_config=Names(max_loras=3, max_cpu_loras=5), num_speculative_tokens=4,
@@ -421,7 +421,7 @@ def test_from_config_reads_every_option(device: str) -> None:
         chunked_prefill=True, long_prefill_threshold=9, max_partial_prefills=2, max_long_partial_prefills=1,
         reserve_full_prompt=False, watermark=0.25, max_num_queued=11, max_num_queued_tokens=12, prefix_caching=False,
         hash_algorithm="sha256_cbor", events=True, latency_goal=0.025, max_loras=3, max_cpu_loras=5, num_drafts=4,
-        encoder_tokens=99 if device == "cpu" else 0, whole_media=True, **LATENCY[device],
+        encoder_tokens=99 if device == "cpu" else 0, whole_media=True, joined_media=True, **LATENCY[device],
     )  # fmt: skip
 
 
@@ -470,12 +470,12 @@ class Barring(Gate):
 
 def test_every_gate_is_asked_whom_it_bars() -> None:
     bench = Bench()
-    bench.scheduler.planner.gates += [Barring("a"), Barring("c")]
+    planner = bench.scheduler.planner
+    planner.use_gates([*planner.gates, barring_a := Barring("a"), barring_c := Barring("c")])
     bench.add(*(request(name, tenant=number) for number, name in enumerate("abcd")))  # each in its lane
     bench.scheduler.hold("d", Hold.GRAMMAR)
     assert counts(bench.step()) == {"b": 6}
-    for gate in bench.scheduler.planner.gates[-2:]:
-        gate.name = ""
+    barring_a.name = barring_c.name = ""
     assert counts(bench.step()) == {"b": 1, "a": 6, "c": 6}
 
 

@@ -312,3 +312,24 @@ def test_no_events_unless_asked() -> None:
     bench.add(request("a", PROMPT, 1))
     bench.step()
     assert bench.scheduler.take_events() == []
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_joined_items_and_what_is_between_them_count_from_the_first_on(algorithm: str) -> None:
+    """Blocks of 4: the first item begins in the second, the second item in the fourth."""
+
+    def hashed(ids: list[int], *media: tuple[int, int, str], joins: bool = True) -> list[bytes]:
+        out: list[bytes] = []
+        BlockHasher(algorithm, 4, joins_media=joins).extend(out, ids, 16, request("a", ids, media_keys=media))
+        return out
+
+    ids, first, second = list(range(50, 68)), (5, 4, "x"), (12, 3, "y")
+    whole = hashed(ids, first, second)
+    assert whole == hashed([*ids[:17], 7], first, second), "what follows the last item does not count"
+    between = [*ids[:10], 7, *ids[11:]]
+    for other in (hashed(ids, first), hashed(ids, first, (12, 3, "z")), hashed(ids, first, (13, 2, "y")),
+                  hashed(between, first, second)):  # fmt: skip
+        assert other[0] == whole[0] and not set(other[1:]) & set(whole)
+    apart = hashed(ids, first, second, joins=False)
+    assert apart[:2] == hashed(ids, first, joins=False)[:2] and apart[1] != whole[1]
+    assert hashed(ids) == hashed(ids, joins=False)
