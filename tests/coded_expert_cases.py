@@ -10,6 +10,7 @@ from quire.ops import act as act_ops
 from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops.coded_experts import ExpertCodes
+from quire.ops.mx_experts import MxCodes, shapes_of
 from quire.ops.triton import act, moe_coded
 from quire.ops.triton.moe_coded_few import CodedFewConfig
 from tests.fused_cases import Draw
@@ -51,6 +52,16 @@ def make_codes(kind: str, draw: Draw, experts: int, rows: int, width: int) -> Ex
     if kind.endswith("between"):
         zero = zero + draw.normal(*grid.shape, dtype=torch.float32).sigmoid()
     return ExpertCodes("int4", codes, width, grid, (1, group), zero)
+
+
+def as_mx(w: ExpertCodes, *, gated: bool) -> MxCodes:
+    """The same codes for the kernel of Hopper."""
+    packed = MxCodes(*(torch.empty(shape, dtype=torch.int32, device=w.codes.device) for shape in shapes_of(*w.shape)),
+                     w.shape[1], w.width, gated)  # fmt: skip
+    for expert in range(w.shape[0]):
+        codes = ops.open_chunks(w.codes[expert])[:, : w.width]
+        assert packed.put(expert, 0, codes, w.scale[expert][:, : w.width // 32])
+    return packed
 
 
 def _scales(draw: Draw, size: float, *shape: int, spread: float = 1.0) -> torch.Tensor:

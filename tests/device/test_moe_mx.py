@@ -11,7 +11,7 @@ from quire.ops import act as act_ops
 from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops.triton import act
-from tests.coded_expert_cases import make_codes
+from tests.coded_expert_cases import as_mx, make_codes
 from tests.fused_cases import Draw
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ def test_experts(tokens, experts, top_k, dim, ffn):
     x, stream = draw.normal(tokens, dim), draw.normal(tokens, dim)
     b1, b2 = draw.normal(experts, 2 * ffn), draw.normal(experts, dim)
     weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), top_k)
-    first, second = moe_mx.pack_experts(w1, gated=True), moe_mx.pack_experts(w2, gated=False)
+    first, second = as_mx(w1, gated=True), as_mx(w2, gated=False)
     wanted = ops.run_coded_experts.reference(
         x.float(), weights, index, w1, w2, b1=b1.float(), b2=b2.float(), stream=stream.float(),
         act=partial(act_ops.clamped_swiglu.reference, **CLAMPS),

@@ -13,10 +13,12 @@ import numpy as np
 from quire.ops import act as act_ops
 from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
+from quire.ops import mx_experts
+from quire.ops.mx_experts import MxCodes, shapes_of
 from quire.ops.triton import act, moe, moe_mx
 from quire.ops.triton.moe_mx import MxConfig
 from tests import gluon_on_numpy
-from tests.coded_expert_cases import make_codes
+from tests.coded_expert_cases import as_mx, make_codes
 from tests.fused_cases import Draw
 
 LIMIT = 1.5e-2
@@ -64,47 +66,38 @@ def made(experts, rows, width, seed=0):
     return make_codes("mxfp4", Draw(seed, "cpu", torch.bfloat16), experts, rows, width)
 
 
+def decoded(packed, tile, unit):
+    """[16, 64] of the first expert, by the kernel's own instructions."""
+    words = packed.codes[0, tile, unit].view(1, 8, 4, 4).numpy()
+    by = packed.scale[0, tile, unit].view(1, 8, 1, 1).numpy()
+    run = gluon_on_numpy.inline_asm_elementwise
+    out = run(moe_mx._decoded(), moe_mx._REGISTERS.value, [words, by], dtype=("bf16",) * 8, is_pure=True, pack=4)
+    # pair, row, thread, 8 further, column of the pair -> rows, columns
+    found = np.stack(out).reshape(8, 8, 4, 2, 2).transpose(3, 1, 0, 2, 4).reshape(16, 64)
+    return found.astype(np.float64) * 2.0**64
+
+
 @pytest.mark.parametrize("gated", [False, True])
-def test_packed_codes_are_the_same_numbers(gated):
-    """Every code at every place, decoded by the kernel's own instructions."""
-    w = made(1, 32, 128)
-    packed = moe_mx.pack_experts(w, gated=gated)
-    wanted = moe_mx._in_eights(w.numbers(0), gated).unflatten(0, (2, 2, 8))
-    for tile in range(2):
+def test_the_kernel_decodes_the_numbers_that_were_packed(gated):
+    w = made(1, 64, 128)
+    packed = as_mx(w, gated=gated)
+    numbers = w.numbers(0)
+    for tile in range(4):
+        eights = (8 * tile, 32 + 8 * tile) if gated else (16 * tile, 16 * tile + 8)
+        wanted = torch.cat([numbers[first : first + 8] for first in eights])
         for unit in range(2):
-            words = packed.codes[0, tile, unit].view(1, 8, 4, 4).numpy()
-            by = packed.scale[0, tile, unit].view(1, 8, 1, 1).numpy()
-            run = gluon_on_numpy.inline_asm_elementwise
-            out = run(
-                moe_mx._decoded(), moe_mx._REGISTERS.value, [words, by], dtype=("bf16",) * 8, is_pure=True, pack=4
-            )
-            # pair, row, thread, 8 further, column of the pair -> rows, columns
-            found = np.stack(out).reshape(8, 8, 4, 2, 2).transpose(3, 1, 0, 2, 4).reshape(2, 8, 64)
-            np.testing.assert_array_equal(found * 2.0**64, wanted[tile, :, :, 64 * unit : 64 * unit + 64].numpy())
+            np.testing.assert_array_equal(decoded(packed, tile, unit), wanted[:, 64 * unit : 64 * unit + 64].numpy())
 
 
 def test_every_code_and_scale():
     """All sixteen codes times all scales that are held to be exact."""
-    for exponent in range(moe_mx._LEAST, moe_mx._MOST + 1):
-        codes = torch.arange(16, dtype=torch.uint8).repeat(16, 4)
-        scale = torch.full((1, 16, 4), exponent, dtype=torch.uint8)
-        w = ops.ExpertCodes("e2m1", ops.close_chunks(codes)[None], 64, scale, (1, 32))
-        assert moe_mx.fits_codes(w) and moe_mx.fits_scales(w)
-        packed = moe_mx.pack_experts(w, gated=False)
-        words, by = packed.codes[0, 0, 0].view(1, 8, 4, 4).numpy(), packed.scale[0, 0, 0].view(1, 8, 1, 1).numpy()
-        run = gluon_on_numpy.inline_asm_elementwise
-        out = run(moe_mx._decoded(), moe_mx._REGISTERS.value, [words, by], dtype=("bf16",) * 8, is_pure=True, pack=4)
-        found = np.stack(out).reshape(8, 8, 4, 2, 2).transpose(3, 1, 0, 2, 4).reshape(16, 64)
-        np.testing.assert_array_equal(found.astype(np.float64) * 2.0**64, w.numbers(0).double().numpy())
-
-
-def test_what_does_not_fit():
-    good = made(1, 32, 128)
-    assert moe_mx.fits_codes(good) and moe_mx.fits_scales(good)
-    assert not moe_mx.fits_codes(made(1, 24, 128)) and not moe_mx.fits_codes(made(1, 32, 96))
-    assert not moe_mx.fits_codes(make_codes("nvfp4", Draw(0, "cpu", torch.bfloat16), 1, 32, 128))
-    for scale in (good.scale.clone().fill_(moe_mx._LEAST - 1), good.scale.clone().fill_(moe_mx._MOST + 1)):
-        assert not moe_mx.fits_scales(ops.ExpertCodes("e2m1", good.codes, 128, scale, (1, 32)))
+    packed = MxCodes(*(torch.empty(shape, dtype=torch.int32) for shape in shapes_of(1, 16, 64)), 16, 64, False)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(16, 4)
+    for exponent in range(mx_experts._LEAST, mx_experts._MOST + 1):
+        scale = torch.full((16, 2), exponent, dtype=torch.uint8)
+        assert packed.put(0, 0, codes, scale)
+        w = ops.ExpertCodes("e2m1", ops.close_chunks(codes)[None], 64, scale.repeat(1, 2)[None], (1, 32))
+        np.testing.assert_array_equal(decoded(packed, 0, 0), w.numbers(0).double().numpy())
 
 
 @pytest.mark.parametrize(
@@ -129,7 +122,7 @@ def test_experts(by_numpy, monkeypatch, tokens, top_k, dim, ffn, configs):
     index = index.int()
     monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: sorted_pairs(index, experts, bm))
     monkeypatch.setattr(moe_mx, "combine", partial(summed, weights))
-    first, second = moe_mx.pack_experts(w1, gated=True), moe_mx.pack_experts(w2, gated=False)
+    first, second = as_mx(w1, gated=True), as_mx(w2, gated=False)
     for code, meant in (
         ((act.CLAMPED, *CLAMPS.values()), partial(act_ops.clamped_swiglu.reference, **CLAMPS)),
         ((act.SILU, 0.0, 0.0), act_ops.GATED["silu"].reference),

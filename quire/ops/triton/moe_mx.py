@@ -1,26 +1,24 @@
 """Experts in MXFP4 on Hopper: grouped matmuls whose weights go from memory to the registers of `wgmma`.
 
-    pack_experts ──▶ MxMatrix;  route, sort_pairs (moe.py) ──_mx_kernel──▶ act(x w1) [P, F], sorted
-                                                          ──_mx_kernel──▶ (.. w2) [parts, P, dim] ──_combine_kernel──▶
+    route, sort_pairs (moe.py) ──_mx_kernel──▶ act(x w1) [P, F], sorted
+                               ──_mx_kernel──▶ (.. w2) [P, dim], by pair, or [parts, P, dim] ──_combine_kernel──▶ [T, dim]
 
 Rows of a matrix are the M side of the instruction and tokens its N side of 8 to 128, so that a code is decoded once for
 all tokens of a tile. A thread reads with one load of 16 bytes what it has of 16 rows and UNIT columns in the left
 operand; nothing of the matrix goes through shared memory, and K keeps its order, so tokens are read as they are.
 
-Codes lie in words of 8 (`pack_experts`) such that one AND, after a shift, leaves sign, exponent and mantissa of two of
-them in the places of bfloat16's, 2^126 too small. One multiplication by a power of two repairs that and applies the
-scale of the block: the scales are stored with the exponent that it needs, 2^64 too small, which the result makes up
-for. So numbers are exact for scales from 2^-61 to 2^65; `fits_scales` says whether a matrix has others.
+How codes and scales lie: ops/mx_experts.py. One AND, after a shift, leaves two codes in the places of bfloat16's bits,
+and one multiplication by a power of two repairs their exponent and applies the scale of the block.
 
-Rows of gates and ups alternate in eights, so that a thread has both of a result. Floor: 4.25 bits a code. 32 experts of
-3 x 2880 x 2880: 423 MB, 101 us at 4.2 TB/s; 4 of them 12.6 us. Needs: bfloat16, K a multiple of 64, N of 16.
+Results do not depend on how pairs are sorted, but on the tile, which is chosen by their number: not for batch-invariant
+mode. Floor: 4.25 bits a code. 32 experts of 3 x 2880 x 2880: 423 MB, 101 us at 4.2 TB/s; 4 of them 12.6 us.
+Needs: bfloat16, widths that are multiples of UNIT, gates with silu or clamped.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,21 +30,19 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.coded_experts import ExpertCodes, open_chunks
+from quire.ops import coded_experts as coded_ops
+from quire.ops import mx_experts as mx_ops
+from quire.ops.coded_experts import ExpertCodes
+from quire.ops.mx_experts import MxCodes
+from quire.ops.op import Fits, FormTable, Kernels
 from quire.ops.triton import moe
 from quire.ops.triton.act import CLAMPED, SILU
 from quire.ops.triton.sizes import cdiv
 
-UNIT = gl.constexpr(64)  # columns that are decoded at once: a row of shared memory, two blocks of a scale each
-BLOCK = 32  # columns that share a scale
+UNIT = gl.constexpr(mx_ops.UNIT)  # columns that are decoded at once: a row of shared memory
 FEW_TOKENS = 2  # up to which each pair reads its expert separately: no sorting
-_LEAST, _MOST = 66, 192  # exponents of scales whose numbers are exact
-_LIFT = 62  # what a stored scale's exponent has more: 126 for the codes, less 64
 _RESTORE = gl.constexpr(2.0**64)
-
-# Where the four codes of 16 bits have sign, exponent (two bits) and mantissa.
-_PLACES = ((15, 8, 7, 6), (9, 2, 1, 0), (11, 10, 14, 13), (12, 5, 4, 3))
-
+_ACTS = (SILU, CLAMPED)
 
 class MxConfig(NamedTuple):
     bm: int  # pairs of a tile: 8, 16, 32, 64 or 128
@@ -54,78 +50,6 @@ class MxConfig(NamedTuple):
     ahead: int  # units that are loaded at once, while as many are multiplied: a power of two
     parts: int = 1  # splits of K, of a matmul without activation; at most, since they are equal
     registers: int = 0  # of a thread at most; 0: as many as the compiler wants
-
-
-@dataclass(frozen=True)
-class MxMatrix:
-    """Matrices [experts, rows, width]."""
-
-    codes: Tensor  # int32 [experts, rows / 16, width / 64, 128]
-    scale: Tensor  # int32 [experts, rows / 16, width / 64, 8]: of rows r and r + 8, two blocks each
-    rows: int
-    width: int
-    gated: bool  # rows are gates and ups, in eights
-
-
-# --- the form in memory
-
-
-def fits_codes(w: ExpertCodes) -> bool:
-    return (
-        w.form == "e2m1"
-        and w.block == (1, BLOCK)
-        and w.scale is not None
-        and w.scale.dtype is torch.uint8
-        and w.row_scale is None
-        and w.width % UNIT.value == 0
-        and w.shape[1] % 16 == 0
-    )
-
-
-def fits_scales(w: ExpertCodes) -> bool:
-    """Reads the scales back from the device, so for loading only."""
-    assert w.scale is not None  # as fits_codes has it
-    least, most = torch.aminmax(w.scale)
-    return int(least) >= _LEAST and int(most) <= _MOST
-
-
-def pack_experts(w: ExpertCodes, *, gated: bool) -> MxMatrix:
-    """One expert at a time, so that little memory is needed beside both forms."""
-    assert w.scale is not None
-    experts, rows, width = w.shape
-    tiles, units = rows // 16, width // UNIT.value
-    codes = torch.empty((experts, tiles, units, 128), dtype=torch.int32, device=w.codes.device)
-    scale = torch.empty((experts, tiles, units, 8), dtype=torch.int32, device=w.codes.device)
-    for expert in range(experts):
-        codes[expert] = _pack_codes(open_chunks(w.codes[expert])[:, :width], gated)
-        scale[expert] = _pack_scales(w.scale[expert][:, : width // BLOCK], gated)
-    return MxMatrix(codes, scale, rows, width, gated)
-
-
-def _in_eights(x: Tensor, gated: bool) -> Tensor:
-    """[rows, n]: eight gates, the eight ups beside them, and so on."""
-    if not gated:
-        return x
-    return x.unflatten(0, (2, -1, 8)).transpose(0, 1).reshape(x.shape)
-
-
-def _pack_codes(codes: Tensor, gated: bool) -> Tensor:
-    """uint8 [rows, width] -> [rows / 16, units, 128]."""
-    table = [[sum((code >> (3 - bit) & 1) << at for bit, at in enumerate(p)) for code in range(16)] for p in _PLACES]
-    places = torch.tensor(table, dtype=torch.int32, device=codes.device)
-    # 16 rows are 2 x 8; 64 columns: block, pair of a word (2 x 2), thread, half of a register
-    split = _in_eights(codes, gated).unflatten(0, (-1, 2, 8)).unflatten(3, (-1, 2, 4, 4, 2)).long()
-    words = torch.zeros_like(split[:, :, :, :, :, 0, :, 0], dtype=torch.int32)
-    for pair, half in itertools.product(range(4), range(2)):
-        words |= places[pair][split[:, :, :, :, :, pair, :, half]] << (16 * half)
-    return words.permute(0, 3, 2, 5, 1, 4).flatten(2)
-
-
-def _pack_scales(scale: Tensor, gated: bool) -> Tensor:
-    """uint8 [rows, width / 32] -> [rows / 16, units, 8]."""
-    lifted = (scale.int() + _LIFT).clamp(max=254).to(torch.uint8)
-    split = _in_eights(lifted, gated).unflatten(0, (-1, 2, 8)).unflatten(3, (-1, 2))
-    return split.permute(0, 3, 2, 1, 4).flatten(3).contiguous().view(torch.int32).squeeze(-1)
 
 
 # --- the kernel
@@ -335,14 +259,15 @@ def _mx_kernel(
         at = a + source.to(gl.int64)[:, None] * K + k[None, :]
         _copy_rows(at, staged, 0, begin, live, k, BEGIN)
         acc = gl.zeros([16 * WARPS, BM], gl.float32, layout=mma)
-        for turn in range(0, TURNS - 2):
-            unit = begin + (turn + 1) * AHEAD
-            _arrived()  # a fence, which waits for loads too: so the next ones come after it
-            after = _load_units(codes, scale, expert, column * WARPS, unit, COUNT, UNITS, WARPS, AHEAD)
-            _synchronize()  # all have used the rows of the turn before, whose place the next ones take
-            _copy_rows(at, staged, (turn + 1) % 2, unit, live, k, AHEAD)
-            acc = _multiply(acc, loaded, staged.index(turn % 2), AHEAD, WARPS, operand)
-            loaded = after
+        if TURNS > 2:  # of fewer, the loop would be compiled nevertheless, for units that were not loaded
+            for turn in range(0, TURNS - 2):
+                unit = begin + (turn + 1) * AHEAD
+                _arrived()  # a fence, which waits for loads too: so the next ones come after it
+                after = _load_units(codes, scale, expert, column * WARPS, unit, COUNT, UNITS, WARPS, AHEAD)
+                _synchronize()  # all have used the rows of the turn before, whose place the next ones take
+                _copy_rows(at, staged, (turn + 1) % 2, unit, live, k, AHEAD)
+                acc = _multiply(acc, loaded, staged.index(turn % 2), AHEAD, WARPS, operand)
+                loaded = after
         if TURNS > 1:
             unit = begin + (TURNS - 1) * AHEAD
             _arrived()
@@ -417,7 +342,7 @@ def _combine_kernel(
 
 
 def product(
-    a: Tensor, w: MxMatrix, bias: Tensor | None, tiles: moe.ExpertTiles, top_k: int, config: MxConfig, *, pairs: int,
+    a: Tensor, w: MxCodes, bias: Tensor | None, tiles: moe.ExpertTiles, top_k: int, config: MxConfig, *, pairs: int,
     first: bool, act: tuple[int, float, float] | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """As moe.product; with config.parts above 1 float32 [parts, pairs, N], with fewer parts if they do not divide K."""
@@ -470,7 +395,7 @@ def configs_of(tokens: int, pairs: int, experts: int) -> tuple[MxConfig, MxConfi
 
 
 def run_experts(
-    x: Tensor, weights: Tensor, index: Tensor, w1: MxMatrix, w2: MxMatrix, *, b1: Tensor | None, b2: Tensor | None,
+    x: Tensor, weights: Tensor, index: Tensor, w1: MxCodes, w2: MxCodes, *, b1: Tensor | None, b2: Tensor | None,
     act: tuple[int, float, float], stream: Tensor | None = None, early: bool = False,
     configs: tuple[MxConfig, MxConfig] | None = None, direct: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -478,6 +403,8 @@ def run_experts(
     are few tokens."""
     (tokens, top_k), pairs = index.shape, index.numel()
     experts = w1.codes.shape[0]
+    if not tokens:
+        return torch.empty_like(x)
     first, second = configs or configs_of(tokens, pairs, experts)
     if tokens <= FEW_TOKENS if direct is None else direct:
         tiles = moe.ExpertTiles(index, index, index, index, direct=True)
@@ -486,3 +413,31 @@ def run_experts(
     h = product(x, w1, b1, tiles, top_k, first, pairs=pairs, first=True, act=act, early=early)
     y = product(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs=pairs, first=False, early=early)
     return combine(y, weights, stream, early=early)
+
+
+def add_forms(table: FormTable, codes: dict[Callable, int], fits: Fits, *, early: bool) -> None:
+    """MxCodes are what `run_coded_experts` takes here beside other forms."""
+
+    @table.form(mx_ops.multiplies_mx, fits)
+    def multiplies_mx(dtype: torch.dtype, width: int, ffn: int, act: Callable[[Tensor], Tensor]) -> bool:
+        known = moe.fused_act(act, codes)
+        whole = width % mx_ops.UNIT == 0 and ffn % mx_ops.UNIT == 0
+        return dtype is torch.bfloat16 and whole and known is not None and known[0] in _ACTS
+
+    @table.made(coded_ops.run_coded_experts, fits)
+    def make(otherwise: Callable[..., Tensor], kernels: Kernels) -> Callable[..., Tensor]:
+        def run(
+            x: Tensor, weights: Tensor, index: Tensor, up: ExpertCodes | MxCodes | Tensor,
+            down: ExpertCodes | MxCodes | Tensor, *, b1: Tensor | None, b2: Tensor | None,
+            act: Callable[[Tensor], Tensor], stream: Tensor | None = None, **rest: Any,
+        ) -> Tensor:  # fmt: skip
+            if not isinstance(up, MxCodes) or not isinstance(down, MxCodes):
+                return otherwise(x, weights, index, up, down, b1=b1, b2=b2, act=act, stream=stream, **rest)
+            known = moe.fused_act(act, codes)
+            assert known is not None  # as multiplies_mx has it
+            return run_experts(
+                x.contiguous(), weights.contiguous(), index.to(torch.int32).contiguous(), up, down, b1=b1, b2=b2,
+                act=known, stream=None if stream is None else stream.contiguous(), early=early,
+            )  # fmt: skip
+
+        return run
