@@ -4,10 +4,10 @@
     codes [experts, tiles, units, 8 rows, 4 threads, 2 eights, 2 blocks]: words of 8 codes
     scale [experts, tiles, units, 8 rows]: bytes of 2 eights and 2 blocks
 
-A word has pairs of columns 2 t and 2 t + 1 (thread t), and those 8, 16 and 24 further, one column of a pair in each half.
-`_PLACES` says where in 16 bits: such that one AND, after a shift, leaves sign, exponent and mantissa of a code in the
-places of bfloat16's, 2^126 too small. What a scale's byte has more makes up for that, but for 2^64, which the kernel
-multiplies its results with. So numbers are exact for scales from 2^-61 to 2^65; a matrix with others has another form.
+A word has columns 2 t and 2 t + 1 (of thread t), and those 8, 16 and 24 further, one of a pair in each half. `_PLACES`
+says where in 16 bits: such that one AND, after a shift, leaves sign, exponent and mantissa of a code in the places of
+bfloat16's, 2^126 too small. What a scale's byte has more makes up for that, but for 2^64, which the kernel multiplies
+its results with. So numbers are exact for scales from 2^-61 to 2^65; a matrix with others has another form.
 In matrices of gates and ups an eight of gates shares a tile with its ups, so that a thread has both.
 Must not know: checkpoints, modules.
 """

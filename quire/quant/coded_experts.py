@@ -384,7 +384,7 @@ class CodedExperts(StoredExperts):
     def finish(self) -> None:
         """Kernels of MxCodes take both sides as such, or none."""
         sides = self.up, self.down
-        if any(side.is_packed for side in sides) and not all([side.fits_packed for side in sides]):
+        if any(side.is_packed for side in sides) and not all(side.fits_packed for side in sides):
             for side in sides:
                 side.unpack()
         for side in sides:

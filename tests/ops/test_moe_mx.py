@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,8 +16,10 @@ from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops import mx_experts
 from quire.ops.mx_experts import MxCodes, shapes_of
+from quire.ops.op import FormTable, Kernels
 from quire.ops.triton import act, moe, moe_mx
 from quire.ops.triton.moe_mx import MxConfig
+from quire.worker import trial
 from tests import gluon_on_numpy
 from tests.coded_expert_cases import as_mx, make_codes
 from tests.fused_cases import Draw
@@ -143,3 +146,48 @@ def summed(given, y, weights, stream, *, early):
     y = y if y.dim() == 2 else y.sum(0).bfloat16()
     assert weights is given
     return ((y.view(*weights.shape, -1).float() * weights[..., None].float()).sum(1) + stream.float()).bfloat16()
+
+
+def test_which_experts_are_packed():
+    """bfloat16, whole units, activations that the kernel has; and none where results must not depend on the batch."""
+    table, silu = FormTable("cuda"), act_ops.GATED["silu"].reference
+    clamped = partial(act_ops.clamped_swiglu.reference, **CLAMPS)
+    codes = {silu: act.SILU, act_ops.GATED["gelu"].reference: act.GELU, clamped.func: act.CLAMPED}
+    moe_mx.add_forms(table, codes, lambda kernels: not kernels.batch_invariant, early=False)
+    kernels = Kernels(torch.device("cuda"), table)
+    fits, bf16 = kernels.of(mx_experts.multiplies_mx), torch.bfloat16
+    assert fits(bf16, 2880, 2880, clamped) and fits(bf16, 64, 128, silu)
+    assert not fits(torch.float16, 2880, 2880, clamped) and not fits(torch.float32, 2880, 2880, clamped)
+    assert not fits(bf16, 2880, 1440, clamped) and not fits(bf16, 96, 128, silu)  # as two ranks cut gpt-oss
+    assert not fits(bf16, 64, 128, act_ops.GATED["gelu"].reference) and not fits(bf16, 64, 128, torch.relu)
+    fixed = replace(kernels, batch_invariant=True)
+    assert not fixed.of(mx_experts.multiplies_mx)(bf16, 2880, 2880, clamped)
+    assert fixed.of(ops.run_coded_experts) is ops.run_coded_experts.reference
+
+
+def test_other_codes_take_the_form_used_otherwise(monkeypatch):
+    table, silu = FormTable("cuda"), act_ops.GATED["silu"].reference
+    table.form(ops.run_coded_experts)(lambda *given, **named: ("otherwise", given[3], named))
+    moe_mx.add_forms(table, {silu: act.SILU}, lambda kernels: True, early=True)
+    run = Kernels(torch.device("cuda"), table).of(ops.run_coded_experts)
+    monkeypatch.setattr(moe_mx, "run_experts", lambda *given, **named: ("packed", given[2].dtype, named))
+    w = made(1, 128, 64)
+    x, one, index = torch.zeros(1, 64, dtype=torch.bfloat16), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+    rest = {"b1": None, "b2": None, "act": silu, "stream": None}
+    assert run(x, one, index, w, w, **rest) == ("otherwise", w, rest)
+    packed = as_mx(w, gated=True), as_mx(made(1, 64, 64), gated=False)
+    name, dtype, named = run(x, one, index, *packed, **rest)
+    assert name == "packed" and dtype is torch.int32 and named["early"] and named["act"] == (act.SILU, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("experts", [8, 32, 128, 512])
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+def test_every_size_is_met_at_start(experts, top_k):
+    """A start compiles what steps of `trial.TOKENS` tokens launch: any other number of tokens takes one of those."""
+
+    def chosen(tokens):
+        return moe_mx.configs_of(tokens, top_k * tokens, experts), tokens <= moe_mx.FEW_TOKENS
+
+    largest = 8192
+    met = {chosen(tokens) for tokens in (1, *trial.TOKENS, largest)}
+    assert {chosen(tokens) for tokens in range(1, largest + 1)} == met

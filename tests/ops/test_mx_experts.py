@@ -47,7 +47,14 @@ def test_scales_that_are_not_exact_are_told():
     """And come out again all the same; a block of zeros may have a small one."""
     codes, scale = draw(16, 64)
     least, most = mx_experts._LEAST, mx_experts._MOST
-    for exponent, fits in ((least, True), (most, True), (least - 1, False), (0, False), (most + 1, False), (255, False)):
+    for exponent, fits in (
+        (least, True),
+        (most, True),
+        (least - 1, False),
+        (0, False),
+        (most + 1, False),
+        (255, False),
+    ):
         w = empty(1, 16, 64, False)
         changed = scale.clone()
         changed[9, 1] = exponent

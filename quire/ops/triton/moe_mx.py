@@ -1,7 +1,7 @@
 """Experts in MXFP4 on Hopper: grouped matmuls whose weights go from memory to the registers of `wgmma`.
 
     route, sort_pairs (moe.py) ──_mx_kernel──▶ act(x w1) [P, F], sorted
-                               ──_mx_kernel──▶ (.. w2) [P, dim], by pair, or [parts, P, dim] ──_combine_kernel──▶ [T, dim]
+                               ──_mx_kernel──▶ (.. w2) [P, dim] or [parts, P, dim], by pair ──_combine_kernel──▶
 
 Rows of a matrix are the M side of the instruction and tokens its N side of 8 to 128, so that a code is decoded once for
 all tokens of a tile. A thread reads with one load of 16 bytes what it has of 16 rows and UNIT columns in the left
@@ -43,6 +43,7 @@ UNIT = gl.constexpr(mx_ops.UNIT)  # columns that are decoded at once: a row of s
 FEW_TOKENS = 2  # up to which each pair reads its expert separately: no sorting
 _RESTORE = gl.constexpr(2.0**64)
 _ACTS = (SILU, CLAMPED)
+
 
 class MxConfig(NamedTuple):
     bm: int  # pairs of a tile: 8, 16, 32, 64 or 128
