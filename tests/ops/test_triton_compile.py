@@ -588,20 +588,15 @@ def test_one_row_of_coded_weights(kind, shape, half):
     assert made.metadata.shared <= 50 << 10  # so that several programs share a multiprocessor
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("tokens", [1, 32, 64, 128, 512, 2048])
-def test_experts_in_mxfp4(tokens, first):
-    """As above; codes go from memory to the registers of `wgmma`, 16 bytes a thread, and those of the next turn are
-    asked for before this one's are multiplied."""
-    moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
+def compiled_mx(moe_mx, config, first, n, k, *, direct):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
-    config, kernel = moe_mx.configs_of(tokens, 4 * tokens, 32)[not first], moe_mx._mx_kernel
+    kernel = moe_mx._mx_kernel
     kinds = dict.fromkeys(("codes", "scale", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= {"a": HALF, "bias": HALF, "out": HALF if config.parts == 1 else WIDE, "most_tiles": "i32"}
     kinds |= {"pairs": "i32", "alpha": "fp32", "limit": "fp32"}
     constants = {
-        "N": 2880, "K": 2880, "TOP_K": 4, "ACT": act.CLAMPED, "BIAS": True, "FIRST": first, "GATED": first,
-        "DIRECT": tokens == 1, "BM": config.bm, "WARPS": config.warps, "AHEAD": config.ahead, "PARTS": config.parts,
+        "N": n, "K": k, "TOP_K": 4, "ACT": act.CLAMPED, "BIAS": True, "FIRST": first, "GATED": first,
+        "DIRECT": direct, "BM": config.bm, "WARPS": config.warps, "AHEAD": config.ahead, "PARTS": config.parts,
         "TILES": 8, "EARLY": True,
     }  # fmt: skip
     names = kernel.arg_names
@@ -609,7 +604,17 @@ def test_experts_in_mxfp4(tokens, first):
     places = {(names.index(name),): value for name, value in constants.items()}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
     options = {"num_warps": config.warps, "launch_pdl": True, "maxnreg": config.registers or None}
-    made = triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tokens", [1, 32, 64, 128, 512, 2048])
+def test_experts_in_mxfp4(tokens, first):
+    """As above; codes go from memory to the registers of `wgmma`, 16 bytes a thread, and those of the next turn are
+    asked for before this one's are multiplied."""
+    moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
+    config = moe_mx.configs_of(tokens, 4 * tokens, 32)[not first]
+    made = compiled_mx(moe_mx, config, first, 2880, 2880, direct=tokens == 1)
     text = made.asm["ptx"]
     assert "wgmma.mma_async" in text and ".local" not in text
     assert ("griddepcontrol.wait" in text.split("wgmma")[0]) and made.metadata.shared <= 113 << 10
@@ -617,6 +622,18 @@ def test_experts_in_mxfp4(tokens, first):
     assert "ld.shared" not in loop and "st.shared" not in loop
     asked = text[: text.index("wgmma.mma_async")]
     assert len(re.findall(r"ld\.global\.v4\.b32", asked)) >= 2 * config.ahead
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tokens", [1, 64, 128, 512, 2048])
+def test_experts_in_mxfp4_of_small_models(tokens, first):
+    """Widths of one, two and three turns of a program, of which only the last has a loop."""
+    moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
+    config = moe_mx.configs_of(tokens, 4 * tokens, 32)[not first]._replace(parts=1)
+    for turns in (1, 2, 3):
+        units = turns * config.ahead - config.ahead // 2  # the last turn is not whole
+        text = compiled_mx(moe_mx, config, first, 192, 64 * units, direct=tokens == 1).asm["ptx"]
+        assert text.count("wgmma.mma_async") >= min(units, config.ahead) and ".local" not in text
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "int4-zeros-between", "fp4"])
