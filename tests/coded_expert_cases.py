@@ -11,7 +11,7 @@ from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops.coded_experts import ExpertCodes
 from quire.ops.mx_experts import MxCodes, shapes_of
-from quire.ops.triton import act, moe_coded
+from quire.ops.triton import act, moe, moe_coded
 from quire.ops.triton.moe_coded_few import CodedFewConfig
 from tests.fused_cases import Draw
 
@@ -62,6 +62,29 @@ def as_mx(w: ExpertCodes, *, gated: bool) -> MxCodes:
         codes = ops.open_chunks(w.codes[expert])[:, : w.width]
         assert packed.put(expert, 0, codes, w.scale[expert][:, : w.width // 32])
     return packed
+
+
+def sorted_pairs(index: torch.Tensor, experts: int, bm: int) -> moe.ExpertTiles:
+    """As moe.sort_pairs."""
+    flat = index.flatten()
+    order = torch.argsort(flat, stable=True).int()
+    counts = torch.bincount(flat, minlength=experts)
+    end = counts.cumsum(0)
+    expert, start = [], []
+    for e in range(experts):
+        for first in range(0, int(counts[e]), bm):
+            expert.append(e)
+            start.append(int(end[e] - counts[e]) + first)
+    spare = min(len(flat), experts) + len(flat) // bm - len(expert)
+    return moe.ExpertTiles(
+        order, torch.tensor(expert + [-1] * spare).int(), torch.tensor(start + [0] * spare).int(), end.int()
+    )
+
+
+def summed(y: torch.Tensor, weights: torch.Tensor, stream: torch.Tensor, *, early: bool) -> torch.Tensor:
+    """As moe_mx.combine."""
+    y = y if y.dim() == 2 else y.sum(0).bfloat16()
+    return ((y.view(*weights.shape, -1).float() * weights[..., None].float()).sum(1) + stream.float()).bfloat16()
 
 
 def _scales(draw: Draw, size: float, *shape: int, spread: float = 1.0) -> torch.Tensor:

@@ -21,28 +21,11 @@ from quire.ops.triton import act, moe, moe_mx
 from quire.ops.triton.moe_mx import MxConfig
 from quire.worker import trial
 from tests import gluon_on_numpy
-from tests.coded_expert_cases import as_mx, make_codes
+from tests.coded_expert_cases import as_mx, make_codes, sorted_pairs, summed
 from tests.fused_cases import Draw
 
 LIMIT = 1.5e-2
 CLAMPS = {"alpha": 1.702, "limit": 2.0}
-
-
-def sorted_pairs(index, experts, bm):
-    """As moe.sort_pairs."""
-    flat = index.flatten()
-    order = torch.argsort(flat, stable=True).int()
-    counts = torch.bincount(flat, minlength=experts)
-    end = counts.cumsum(0)
-    expert, start = [], []
-    for e in range(experts):
-        for first in range(0, int(counts[e]), bm):
-            expert.append(e)
-            start.append(int(end[e] - counts[e]) + first)
-    spare = min(len(flat), experts) + len(flat) // bm - len(expert)
-    return moe.ExpertTiles(
-        order, torch.tensor(expert + [-1] * spare).int(), torch.tensor(start + [0] * spare).int(), end.int()
-    )
 
 
 class Launched:
@@ -124,7 +107,7 @@ def test_experts(by_numpy, monkeypatch, tokens, top_k, dim, ffn, configs):
     weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), top_k)
     index = index.int()
     monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: sorted_pairs(index, experts, bm))
-    monkeypatch.setattr(moe_mx, "combine", partial(summed, weights))
+    monkeypatch.setattr(moe_mx, "combine", summed)
     first, second = as_mx(w1, gated=True), as_mx(w2, gated=False)
     for code, meant in (
         ((act.CLAMPED, *CLAMPS.values()), partial(act_ops.clamped_swiglu.reference, **CLAMPS)),
@@ -139,13 +122,6 @@ def test_experts(by_numpy, monkeypatch, tokens, top_k, dim, ffn, configs):
     rest |= {"b1": None, "b2": None}
     moved = moe_mx.run_experts(x, weights, index, first, second, act=code, configs=configs, **rest)
     assert (moved.float() - wanted).norm() / (wanted - stream.float()).norm() > 4 * LIMIT  # the biases count
-
-
-def summed(given, y, weights, stream, *, early):
-    """As the kernel that combines, which is Triton's."""
-    y = y if y.dim() == 2 else y.sum(0).bfloat16()
-    assert weights is given
-    return ((y.view(*weights.shape, -1).float() * weights[..., None].float()).sum(1) + stream.float()).bfloat16()
 
 
 def test_which_experts_are_packed():

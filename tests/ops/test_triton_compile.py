@@ -1,7 +1,9 @@
 """The Triton kernels compile for Hopper, in the shapes models give them. Needs Triton, but no GPU."""
 
+import itertools
 import os
 import re
+from functools import partial
 
 import pytest
 
@@ -11,13 +13,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if os.environ.get("COMPILE_KERNELS") != "1":
     pytest.skip("takes ten minutes, so `make kernels` does it", allow_module_level=True)
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.attention.triton import choose_tiles
+from quire.ops import moe as moe_ops
+from quire.ops.act import clamped_swiglu
 from quire.ops.coded import CodedWeight
+from quire.ops.coded_experts import run_coded_experts
 from quire.ops.triton import (
     act,
     attention,
@@ -35,6 +41,9 @@ from quire.ops.triton import (
     rope,
     texts,
 )  # fmt: skip
+from tests.coded_expert_cases import as_mx, make_codes, sorted_pairs, summed
+from tests.fused_cases import Draw
+from tests.ptx_on_numpy import Memory, Program, parse
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
 CODES = {  # of a KV cache: type, largest code, 1: a scale per layer, 2: per token and head
@@ -588,9 +597,8 @@ def test_one_row_of_coded_weights(kind, shape, half):
     assert made.metadata.shared <= 50 << 10  # so that several programs share a multiprocessor
 
 
-def compiled_mx(moe_mx, config, first, n, k, *, direct):
+def compiled_mx(kernel, config, first, n, k, *, direct):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
-    kernel = moe_mx._mx_kernel
     kinds = dict.fromkeys(("codes", "scale", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= {"a": HALF, "bias": HALF, "out": HALF if config.parts == 1 else WIDE, "most_tiles": "i32"}
     kinds |= {"pairs": "i32", "alpha": "fp32", "limit": "fp32"}
@@ -614,7 +622,7 @@ def test_experts_in_mxfp4(tokens, first):
     asked for before this one's are multiplied."""
     moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
     config = moe_mx.configs_of(tokens, 4 * tokens, 32)[not first]
-    made = compiled_mx(moe_mx, config, first, 2880, 2880, direct=tokens == 1)
+    made = compiled_mx(moe_mx._mx_kernel, config, first, 2880, 2880, direct=tokens == 1)
     text = made.asm["ptx"]
     assert "wgmma.mma_async" in text and ".local" not in text
     assert ("griddepcontrol.wait" in text.split("wgmma")[0]) and made.metadata.shared <= 113 << 10
@@ -632,8 +640,60 @@ def test_experts_in_mxfp4_of_small_models(tokens, first):
     config = moe_mx.configs_of(tokens, 4 * tokens, 32)[not first]._replace(parts=1)
     for turns in (1, 2, 3):
         units = turns * config.ahead - config.ahead // 2  # the last turn is not whole
-        text = compiled_mx(moe_mx, config, first, 192, 64 * units, direct=tokens == 1).asm["ptx"]
+        text = compiled_mx(moe_mx._mx_kernel, config, first, 192, 64 * units, direct=tokens == 1).asm["ptx"]
         assert text.count("wgmma.mma_async") >= min(units, config.ahead) and ".local" not in text
+
+
+class OnNumpy:
+    """In the place of a kernel: compiled for Hopper, and run there."""
+
+    def __init__(self, moe_mx):
+        self._moe_mx, self._kernel = moe_mx, moe_mx._mx_kernel
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps, maxnreg, **constants):
+            config = self._moe_mx.MxConfig(
+                *(constants[name] for name in ("BM", "WARPS", "AHEAD", "PARTS")), maxnreg or 0
+            )
+            first, n, k = (constants[name] for name in ("FIRST", "N", "K"))
+            made = compiled_mx(self._kernel, config, first, n, k, direct=constants["DIRECT"])
+            memory, params = Memory(), []
+            for value in given:
+                if isinstance(value, torch.Tensor):
+                    value = memory.add(value.view(-1).view(torch.uint8).numpy())
+                params.append(int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value)
+            code, labels = parse(made.asm["ptx"])
+            for place in itertools.product(*map(range, grid)):
+                Program(32 * num_warps, params, memory, made.metadata.shared, place).run(code, labels)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "ffn", "bm", "warps", "ahead", "parts"),
+    [(1, 320, 192, 8, 4, 4, 3), (7, 192, 320, 8, 4, 2, 1), (9, 320, 192, 16, 8, 2, 1), (12, 128, 192, 32, 8, 4, 1),
+     (40, 192, 64, 64, 8, 2, 1), (70, 64, 128, 128, 8, 2, 1)],
+)  # fmt: skip
+def test_compiled_experts_in_mxfp4_are_right(monkeypatch, tokens, dim, ffn, bm, warps, ahead, parts):
+    """In the layouts of the compiled kernel, whose instructions numpy runs."""
+    moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
+    experts, draw, clamps = 5, Draw(1, "cpu", torch.bfloat16), {"alpha": 1.702, "limit": 2.0}
+    w1, w2 = make_codes("mxfp4", draw, experts, 2 * ffn, dim), make_codes("mxfp4", draw, experts, dim, ffn)
+    x, stream = draw.normal(tokens, dim), draw.normal(tokens, dim)
+    rest = {"b1": draw.normal(experts, 2 * ffn), "b2": draw.normal(experts, dim), "stream": stream}
+    weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), 4)
+    monkeypatch.setattr(moe_mx, "_mx_kernel", OnNumpy(moe_mx))
+    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: sorted_pairs(index, experts, bm))
+    monkeypatch.setattr(moe_mx, "combine", summed)
+    config = moe_mx.MxConfig(bm, warps, ahead)
+    found = moe_mx.run_experts(
+        x, weights, index.int(), as_mx(w1, gated=True), as_mx(w2, gated=False), act=(act.CLAMPED, *clamps.values()),
+        configs=(config, config._replace(parts=parts)), **rest,
+    )  # fmt: skip
+    wide = {name: value.float() for name, value in rest.items()}
+    meant = partial(clamped_swiglu.reference, **clamps)
+    wanted = run_coded_experts.reference(x.float(), weights, index, w1, w2, act=meant, **wide)
+    assert (found.float() - wanted).norm() / (wanted - stream.float()).norm() < 1.5e-2
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "int4-zeros-between", "fp4"])
