@@ -66,8 +66,8 @@ def make(form: str, experts: int, rows: int, width: int, *, gated: bool) -> Side
     """Numbers of a deviation near 0.02."""
     shape = experts, rows, width
     if form == PACKED:
-        sizes = shapes_of(*shape)
-        packed = MxCodes(*(torch.empty(size, device="cuda", dtype=torch.int32) for size in sizes), rows, width, gated)
+        words, scale = (torch.empty(size, device="cuda", dtype=torch.int32) for size in shapes_of(*shape))
+        packed = MxCodes(words, scale, rows, width, gated)
         packed.fill(torch.randint(0, 256, (1 << 20,), device="cuda", dtype=torch.uint8), 120)
         return packed
     if form == "bf16":
@@ -107,7 +107,7 @@ class Layer(NamedTuple):
 
     def run(self, x: Tensor, logits: Tensor, **how: Any) -> Tensor:
         weights, index = moe.route(logits, self.shape.top_k)
-        if isinstance(self.up, MxCodes):
+        if isinstance(self.up, MxCodes) or isinstance(self.down, MxCodes):
             return self._run_packed(x, weights, index, **how)
         rest = {"b1": self.b1, "b2": self.b2, "act": self.shape.act, "codes": CODES, "stream": x, **how}
         if isinstance(self.up, Tensor):
