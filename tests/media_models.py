@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from unittest import mock
 
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.hf_models.gemma3n import VisionTower
@@ -47,6 +50,8 @@ class Family:
     between: tuple[int, ...] = ()  # tokens between two frames of a video
     written: Callable[[Arrays], list[int]] | None = None  # the tokens of an item, if they are not all the same
     join: Callable[[list[Arrays]], Arrays] | None = None  # several items as transformers takes them; None: joined_by
+    make: Callable[[Any], Any] | None = None  # the model, where transformers has no class of this name
+    rewrite: Callable[[Path], None] | None = None  # what transformers wrote, as checkpoints of the architecture are
 
 
 def rand(generator: torch.Generator, *shape: int) -> Tensor:
@@ -130,6 +135,12 @@ def glm4v(cls: Any, **more: Any) -> Callable[[], Any]:
         vision_config=GLM_VISION, text_config=text, image_token_id=IMAGE, video_token_id=IMAGE,
         tie_word_embeddings=False,
     )  # fmt: skip
+
+
+def glm46v() -> Any:
+    text = tf.Glm4vTextConfig(**TEXT, rope_parameters=GLM_ROPE)
+    return tf.Glm46VConfig(vision_config=tf.Glm4vVisionConfig(**GLM_VISION), text_config=text, image_token_id=IMAGE,
+                           video_token_id=IMAGE)  # fmt: skip
 
 
 QWEN3_5: dict[str, Any] = TEXT | dict(
@@ -346,6 +357,49 @@ def molmo2_joined(items: list[Arrays]) -> Arrays:
     return {name: torch.cat(tensors) for name, tensors in out.items()}
 
 
+def kimi_k25(**more: Any) -> Any:
+    text = tf.DeepseekV3Config(
+        **TEXT | dict(num_key_value_heads=4), q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+        v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    return tf.Kimi_K25Config(
+        vision_config=dict(**VISION, patch_size=4, pos_emb_height=8, pos_emb_width=8), image_token_id=IMAGE,
+        video_token_id=291, projection_hidden_size=32, text_config=text, **more,
+    )  # fmt: skip
+
+
+def as_kimi_vl(folder: Path) -> None:
+    """A checkpoint of Kimi-K2.5 with the names of Kimi-VL, whose images and language model are computed in the same
+    way."""
+    raw = json.loads((folder / "config.json").read_text())
+    vision = raw["vision_config"]
+    vision = {name: vision[name] for name in ("patch_size", "merge_kernel_size", *VISION)} | {
+        "init_pos_emb_height": vision["pos_emb_height"], "init_pos_emb_width": vision["pos_emb_width"],
+        "model_type": "moonvit",
+    }  # fmt: skip
+    raw = {
+        "architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl", "vision_config": vision,
+        "text_config": raw["text_config"], "media_placeholder_token_id": IMAGE, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    rename(folder, {
+        r"^mm_projector\.proj\.0\.": "multi_modal_projector.linear_1.",
+        r"^mm_projector\.proj\.2\.": "multi_modal_projector.linear_2.",
+        r"^(model\.)?mm_projector\.pre_norm\.": "multi_modal_projector.pre_norm.",
+        r"^vision_tower\.encoder\.patch_embed\.": "vision_tower.patch_embed.",
+        r"^language_model\.model\.blocks\.": "language_model.model.layers.",
+    })  # fmt: skip
+
+
+def rename(folder: Path, names: dict[str, str]) -> None:
+    """Patterns of tensors' names, and what they become."""
+    tensors = load_file(folder / "model.safetensors")
+    for pattern, name in names.items():
+        tensors = {re.sub(pattern, name, one): tensor for one, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(both(tf.LlavaConfig, clip, llama, image_token_index=IMAGE), square),
@@ -381,6 +435,11 @@ FAMILIES: dict[str, Family] = {
         qwen3_vl(tf.Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                  decoder_sparse_step=1), patches("pixel_values", "image_grid_thw"), types="mm",
     ),
+    "Qwen3VLMoeForConditionalGeneration video": Family(
+        qwen3_vl(tf.Qwen3VLMoeConfig, image=291, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                 decoder_sparse_step=1), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
+        types="mm", between=(292, 17, 290),
+    ),
     "Qwen3VLForConditionalGeneration video": Family(
         qwen3_vl(tf.Qwen3VLConfig, image=291), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
         types="mm", between=(292, 17, 290),
@@ -394,6 +453,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4vMoeForConditionalGeneration": Family(
         glm4v(tf.Glm4vMoeConfig, **GLM_MOE), patches("pixel_values", "image_grid_thw"), types="mm"
+    ),
+    "Glm4vMoeForConditionalGeneration video": Family(
+        glm4v(tf.Glm4vMoeConfig, **GLM_MOE), patches("pixel_values_videos", "video_grid_thw", 3), modality="video",
+        types="mm", between=(292, 17, 290),
     ),
     "Gemma3ForConditionalGeneration": Family(
         both(tf.Gemma3Config, siglip, lambda: tf.Gemma3TextConfig(
@@ -523,10 +586,10 @@ FAMILIES: dict[str, Family] = {
     "LightOnOcrForConditionalGeneration": Family(
         both(tf.LightOnOcrConfig, pixtral, lambda: tf.Qwen3Config(**TEXT, head_dim=16), image_token_id=IMAGE), sized,
     ),
-    "Glm46VForConditionalGeneration": Family(
-        lambda: tf.Glm46VConfig(vision_config=tf.Glm4vVisionConfig(**GLM_VISION), text_config=tf.Glm4vTextConfig(
-            **TEXT, rope_parameters=GLM_ROPE), image_token_id=IMAGE, video_token_id=IMAGE),
-        patches("pixel_values", "image_grid_thw"), types="mm",
+    "Glm46VForConditionalGeneration": Family(glm46v, patches("pixel_values", "image_grid_thw"), types="mm"),
+    "Glm46VForConditionalGeneration video": Family(
+        glm46v, patches("pixel_values_videos", "video_grid_thw", 3), modality="video", types="mm",
+        between=(292, 17, 290),
     ),
     "GlmOcrForConditionalGeneration": Family(
         glm4v(tf.GlmOcrConfig, head_dim=16), patches("pixel_values", "image_grid_thw"), types="mm"
@@ -541,6 +604,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": Family(
         qwen3_5(tf.Qwen3_5MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                 shared_expert_intermediate_size=32), patches("pixel_values", "image_grid_thw"), types="mm",
+    ),
+    "Qwen3_5MoeForConditionalGeneration video": Family(
+        qwen3_5(tf.Qwen3_5MoeConfig, image=291, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                shared_expert_intermediate_size=32), patches("pixel_values_videos", "video_grid_thw", 3),
+        modality="video", types="mm", between=(292, 17, 290),
     ),
     "Exaone4_5_ForConditionalGeneration": Family(
         lambda: tf.Exaone4_5_Config(
@@ -560,15 +628,10 @@ FAMILIES: dict[str, Family] = {
             vision_config=dict(**VISION, patch_size=4), text_config=qwen2(), image_token_id=IMAGE, video_token_id=291),
         lambda generator: frames_of(48)(generator) | {"image_merge_sizes": torch.tensor([2])},
     ),
-    "Kimi_K25ForConditionalGeneration": Family(
-        lambda: tf.Kimi_K25Config(
-            vision_config=dict(**VISION, patch_size=4, pos_emb_height=8, pos_emb_width=8), image_token_id=IMAGE,
-            video_token_id=291, projection_hidden_size=32,
-            text_config=tf.DeepseekV3Config(**TEXT | dict(num_key_value_heads=4), q_lora_rank=16, kv_lora_rank=16,
-                                            qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4,
-                                            num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
-                                            first_k_dense_replace=1)),
-        frames_of(3, 4, 4),
+    "Kimi_K25ForConditionalGeneration": Family(kimi_k25, frames_of(3, 4, 4)),
+    "KimiVLForConditionalGeneration": Family(
+        lambda: kimi_k25(tie_word_embeddings=False), frames_of(3, 4, 4), make=tf.Kimi_K25ForConditionalGeneration,
+        rewrite=as_kimi_vl,
     ),
     "QianfanOCRForConditionalGeneration": Family(
         both(tf.QianfanOCRConfig, lambda: tf.QianfanOCRVisionConfig(**VISION, image_size=[28, 28], patch_size=[7, 7]),
@@ -698,7 +761,8 @@ def make_model(name: str, folder: Path, seed: int = 0) -> Any:
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         config = family.config()
-        model = getattr(tf, name.partition(" ")[0])(config).eval().float()
+        make = family.make or getattr(tf, name.partition(" ")[0])
+        model = make(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -709,6 +773,8 @@ def make_model(name: str, folder: Path, seed: int = 0) -> Any:
         if hasattr(table, "scalar_embed_scale"):
             table.weight.div_(table.scalar_embed_scale)
     model.save_pretrained(folder)
+    if family.rewrite is not None:
+        family.rewrite(folder)
     write_tokenizer(folder)
     return model
 

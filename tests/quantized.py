@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,10 @@ def awq(size: int) -> Form:
     )  # fmt: skip
 
 
+def auto_round(form: Form, packing: str) -> Form:
+    return replace(form, config={**form.config, "quant_method": "auto-round", "packing_format": packing})
+
+
 def blocks_of(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """The largest number of each block, and the block's value for every number of the matrix."""
     down, across = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
@@ -185,12 +189,12 @@ def nvfp4_compressed(weight: Tensor) -> Written:
     return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": (1 / whole)[None]}, means
 
 
-def static(write: Callable[[Tensor], Written]) -> Callable[[Tensor], Written]:
+def static(write: Callable[[Tensor], Written], **more: Tensor) -> Callable[[Tensor], Written]:
     """With a scale for inputs."""
 
     def both(weight: Tensor) -> Written:
         tensors, means = write(weight)
-        return {**tensors, "input_scale": torch.tensor(0.25)}, means
+        return {**tensors, **(more or {"input_scale": torch.tensor(0.25)})}, means
 
     return both
 
@@ -202,6 +206,17 @@ def int8_rows(symmetric: bool) -> Callable[[Tensor], Written]:
         if not symmetric:
             tensors["weight_zero_point"] = (zeros - 128).to(torch.int8)
         return tensors, (codes - zeros) * scales
+
+    return write
+
+
+def int4_in_bytes(size: int) -> Callable[[Tensor], Written]:
+    """Codes of 4 bits, each in a byte of its own."""
+
+    def write(weight: Tensor) -> Written:
+        group = torch.arange(weight.shape[1]) // size
+        codes, scales, zeros = rounded(weight, group, 4, True)
+        return {"weight": (codes - 8).to(torch.int8), "weight_scale": scales}, decoded(codes, scales, zeros, group)
 
     return write
 

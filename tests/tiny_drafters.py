@@ -7,6 +7,7 @@ of a known kind are transformers' own; what is particular to a drafter is writte
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -255,11 +256,20 @@ FAMILIES: dict[str, dict[str, Any]] = {  # overrides of a transformers model who
     "Glm4MoeForCausalLM": dict(first_k_dense_replace=0),
     "Ernie4_5_MoeForCausalLM": dict(moe_layer_start_index=1),
     "Qwen2ForCausalLM": {},  # written as MiMo
+    "Qwen3NextForCausalLM": dict(layer_types=["full_attention"]),
 }
+MTP_FAMILIES = (*FAMILIES, "LongcatFlashForCausalLM")
+
+
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model-mtp.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-main.safetensors")
 
 
 def mtp(folder: Path, model: Any, family: str) -> Oracle:
     """Adds the module to the checkpoint of a model. `model`: transformers' own, which wrote it."""
+    if family.startswith("Longcat"):
+        return longcat(folder, model)
     w, count = Weights(5), model.config.num_hidden_layers
     one = tiny_model(family, seed=6, num_hidden_layers=1, **FAMILIES[family])
     layer, prefix = {}, f"model.layers.{count}."
@@ -270,10 +280,13 @@ def mtp(folder: Path, model: Any, family: str) -> Oracle:
     elif family.startswith("Qwen2"):
         prefix = "model.mtp_layers.0."
         names = dict(token="token_layernorm", state="hidden_layernorm", join="input_proj", end="final_layernorm")
+    elif family.startswith("Qwen3Next"):
+        prefix = "mtp.layers.0."
+        names = dict(token="pre_fc_norm_embedding", state="pre_fc_norm_hidden", join="fc", end="norm")
     for name, tensor in one.state_dict().items():
         if name.startswith("model.layers.0."):
             layer[name.replace("model.layers.0.", prefix)] = tensor
-    beside = "model." if family.startswith("Ernie") else prefix
+    beside = {"Ernie4_5_MoeForCausalLM": "model.", "Qwen3NextForCausalLM": "mtp."}.get(family, prefix)
     of_token, of_state = (w.norm(f"{beside}{names[key]}.weight") for key in ("token", "state"))
     join = w(f"{beside}{names['join']}.weight", WIDTH, 2 * WIDTH)
     with torch.no_grad():
@@ -284,14 +297,16 @@ def mtp(folder: Path, model: Any, family: str) -> Oracle:
     if prefix == f"model.layers.{count}.":  # copies of the model's own, which nobody needs
         w.tensors[f"{prefix}embed_tokens.weight"] = model.model.embed_tokens.weight.data.clone()
         w.tensors[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.data.clone()
-    save_file({k: v.contiguous() for k, v in {**w.tensors, **layer}.items()}, folder / "model-mtp.safetensors")
-    whole = folder / "model.safetensors"
-    whole.rename(folder / "model-main.safetensors")
-    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    add_tensors(folder, {**w.tensors, **layer})
+    config = json.loads((folder / "config.json").read_text())
+    if not family.startswith("Qwen3Next"):  # whose configuration does not tell
+        config |= {"num_nextn_predict_layers": 1}
     if family.startswith("Qwen2"):
         config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (folder / "config.json").write_text(json.dumps(config))
     table, eps = model.model.embed_tokens.weight.data, model.config.rms_norm_eps
+    if family.startswith("Qwen3Next"):  # stored around zero
+        of_token, of_state = 1 + of_token, 1 + of_state
 
     def step(tokens: Tensor, states: Tensor) -> Tensor:
         pair = rms(table[tokens], of_token, eps), rms(states, of_state, eps)
@@ -300,4 +315,48 @@ def mtp(folder: Path, model: Any, family: str) -> Oracle:
             return one.model(inputs_embeds=x[None]).last_hidden_state[0]
 
     head = model.get_output_embeddings().weight.data
+    return chain(step, lambda state: int((head @ state).argmax()))
+
+
+class LongcatModule(torch.nn.Module):
+    """One attention and one mlp, unlike the layers of the model; transformers has the parts, but not the whole."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        parts, config = importlib.import_module(type(model).__module__), model.config
+        self.input_layernorm, self.post_attention_layernorm, self.end = (
+            parts.LongcatFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)
+        )
+        self.self_attn = parts.LongcatFlashMLA(config, 0)
+        self.mlp = parts.LongcatFlashMLP(config)
+        self.rotary = parts.LongcatFlashRotaryEmbedding(config)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, width]"""
+        turn = self.rotary(x, torch.arange(len(x))[None])
+        mask = torch.full((len(x), len(x)), -math.inf).triu(1)[None, None]
+        x = x + self.self_attn(self.input_layernorm(x)[None], turn, mask)[0][0]
+        return self.end(x + self.mlp(self.post_attention_layernorm(x)))
+
+
+def longcat(folder: Path, model: Any) -> Oracle:
+    w, module, eps = Weights(5), LongcatModule(model), model.config.rms_norm_eps
+    prefix, within = "model.mtp.layers.0.", {"mlp.": "transformer_layer.mlp.", "end.": "../norm."}
+    for name, parameter in module.named_parameters():
+        place = next((new + name.removeprefix(old) for old, new in within.items() if name.startswith(old)), name)
+        shown = f"{prefix}{place}" if not place.startswith("../") else f"model.mtp.{place[3:]}"
+        drawn = w.norm(shown, len(parameter)) if parameter.ndim == 1 else w(shown, *parameter.shape)
+        parameter.data.copy_(drawn)
+    of_token, of_state = w.norm(f"{prefix}enorm.m.weight"), w.norm(f"{prefix}hnorm.m.weight")
+    join = w(f"{prefix}eh_proj.weight", WIDTH, 2 * WIDTH)
+    table, head = model.model.embed_tokens.weight.data, model.lm_head.weight.data
+    w.tensors["model.mtp.embed_tokens.weight"] = table.clone()  # which nobody needs
+    add_tensors(folder, w.tensors)
+
+    def step(tokens: Tensor, states: Tensor) -> Tensor:
+        pair = rms(table[tokens], of_token, eps), rms(states, of_state, eps)
+        after: Tensor = module(torch.cat(pair, -1) @ join.t())
+        return after
+
     return chain(step, lambda state: int((head @ state).argmax()))

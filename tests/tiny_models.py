@@ -105,6 +105,10 @@ ARCHS: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": dict(_MLA, **_GROUPED),
     "Glm4MoeForCausalLM": dict(_GROUPED, use_qk_norm=True, attention_bias=True),
     "Dots1ForCausalLM": _GROUPED,
+    "LongcatFlashForCausalLM": dict(
+        _MLA | dict(head_dim=8), num_layers=2, ffn_hidden_size=96, moe_topk=3, n_routed_experts=4, zero_expert_num=2,
+        expert_ffn_hidden_size=32, routed_scaling_factor=1.5,
+    ),
     "GraniteMoeForCausalLM": dict(_GRANITE, num_local_experts=4, num_experts_per_tok=2),
     "Qwen3NextForCausalLM": dict(
         _DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
@@ -252,6 +256,7 @@ _LEAVE_OUT: dict[str, tuple[str, ...]] = {  # keys of SMALL that a family spells
     "FalconMambaForCausalLM": _NO_ATTENTION,
     "NemotronHForCausalLM": ("num_hidden_layers",),
     "JambaForCausalLM": ("head_dim",),
+    "LongcatFlashForCausalLM": ("num_hidden_layers", "intermediate_size"),
     "PersimmonForCausalLM": ("head_dim", "num_key_value_heads"),
     "BioGptForCausalLM": ("head_dim", "num_key_value_heads"),
     **dict.fromkeys(

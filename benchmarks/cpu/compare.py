@@ -1,9 +1,11 @@
 """CPU speed of the compiled kernels against the torch forms, on the embedded model, in alternating child processes.
 
-    python benchmarks/cpu/compare.py [--rounds 3] [--batch 64] [--prompt 128] [--new 128]
+    python benchmarks/cpu/compare.py [--rounds 3] [--batch 64] [--prompt 128] [--new 128] [--models A B ...]
 
 Per run: seconds of CPU per output token (what the work costs, also on a machine that others use) and output tokens per
 second of wall time, for one stream and for a batch of prompts. Prints the best of each form and the ratio.
+
+With --models (files or folders, as served by default): each against the first, instead of kernels against torch.
 """
 
 from __future__ import annotations
@@ -40,24 +42,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("rounds", 3), ("batch", 64), ("prompt", 128), ("new", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--models", nargs="+", default=[])
     parser.add_argument("--child", default="")
     asked = parser.parse_args()
+    forms = {model: ({}, {"model": model}) for model in asked.models} or FORMS
     if asked.child:
-        print(json.dumps(measure(FORMS[asked.child][1], asked.batch, asked.prompt, asked.new)))
+        options = FORMS[asked.child][1] if asked.child in FORMS else {"model": asked.child}
+        print(json.dumps(measure(options, asked.batch, asked.prompt, asked.new)))
         return
-    best: dict[str, dict[str, float]] = {form: {} for form in FORMS}
+    best: dict[str, dict[str, float]] = {form: {} for form in forms}
     for _ in range(asked.rounds):
-        for form, (changes, _) in FORMS.items():
+        for form, (changes, _) in forms.items():
             command = [sys.executable, __file__, "--child", form, "--batch", str(asked.batch), "--prompt",
                        str(asked.prompt), "--new", str(asked.new)]  # fmt: skip
             run = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True, check=True)
             for name, value in json.loads(run.stdout.splitlines()[-1]).items():
                 better = max if name.endswith("tok/s") else min
                 best[form][name] = better(best[form].get(name, value), value)
-    for name, old in best["torch"].items():
-        new = best["compiled"][name]
-        ratio = new / old if name.endswith("tok/s") else old / new
-        print(f"{name:20} torch {old:8.2f}   compiled {new:8.2f}   {ratio:.2f}x")
+    first, *others = forms
+    for name, old in best[first].items():
+        for form in others:
+            new = best[form][name]
+            ratio = new / old if name.endswith("tok/s") else old / new
+            print(f"{name:20} {first} {old:8.2f}   {form} {new:8.2f}   {ratio:.2f}x")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """A checkpoint in safetensors, rounded to nearest, in the formats that exporters write.
 
-    python benchmarks/cpu/make_quantized.py SOURCE FOLDER --format {gptq,awq,int8,fp8} [--group 64]
+    python benchmarks/cpu/make_quantized.py SOURCE FOLDER --format {gptq,awq,int8,fp8} [--group 64] [--head]
 
 SOURCE is a folder with plain weights (export.py makes one of the embedded model). Every matrix of attention and MLP is
-coded; embeddings, norms and the head stay as they are. Nothing is calibrated: what is measured on the result is the
-format and its kernels, not a method of choosing codes.
+coded, and the head with --head; embeddings and norms stay as they are. Nothing is calibrated: what is measured on the
+result is the format and its kernels, not a method of choosing codes.
 
     gptq    4 bits, symmetric, a scale for each group of columns; zero points stored minus one
     awq     4 bits with zero points, gemm order
@@ -27,6 +27,7 @@ from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns each nibble of a word holds
 Tensors = dict[str, Tensor]
+HEAD = "lm_head.weight"
 
 
 def in_words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -95,20 +96,25 @@ FORMATS: dict[str, tuple[Callable[[str, Tensor, int], Tensors], Callable[[int], 
 }  # fmt: skip
 
 
-def make(source: Path, folder: Path, form: str, group: int = 64) -> None:
+def make(source: Path, folder: Path, form: str, group: int = 64, *, head: bool = False) -> None:
+    """`head`: coded as well, beside embeddings that are not, as GGUF files have it."""
     folder.mkdir(parents=True, exist_ok=True)
     code, config_of = FORMATS[form]
     tensors: Tensors = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight") and ".layers." in name:
+    given = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": config_of(group)}
+    if head:
+        given.setdefault(HEAD, given["model.embed_tokens.weight"])
+        config["tie_word_embeddings"] = False
+    for name, tensor in given.items():
+        if (name.endswith("_proj.weight") and ".layers." in name) or (head and name == HEAD):
             if form in ("gptq", "awq") and tensor.shape[1] % group:
                 raise SystemExit(f"{name} has {tensor.shape[1]} columns, which groups of {group} do not divide")
             tensors |= code(name.removesuffix(".weight"), tensor.float(), group)
         else:
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": config_of(group)}, indent=1))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     for file in source.glob("tokenizer*.json"):
         shutil.copy(file, folder)
 
@@ -119,8 +125,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--format", required=True, choices=list(FORMATS))
     parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--head", action="store_true")
     args = parser.parse_args()
-    make(args.source, args.folder, args.format, args.group)
+    make(args.source, args.folder, args.format, args.group, head=args.head)
 
 
 if __name__ == "__main__":

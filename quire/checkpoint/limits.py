@@ -45,13 +45,15 @@ _RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "model_dim"), WIDTH),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff",
-         "moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank", "q_lora_rank"), FFN),
+         "moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size",
+         "kv_lora_rank", "q_lora_rank"), FFN),
     **dict.fromkeys(("vocab_size", "padded_vocab_size"), VOCAB),
     **dict.fromkeys(
         ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok",
-         "n_shared_experts"), EXPERTS),
+         "n_shared_experts", "zero_expert_num", "moe_topk"), EXPERTS),
     **dict.fromkeys(
-        ("num_nextn_predict_layers", "first_k_dense_replace", "num_dense_layers", "num_mem_blocks"), SOME_LAYERS),
+        ("num_nextn_predict_layers", "mtp_num_hidden_layers", "first_k_dense_replace", "num_dense_layers",
+         "num_mem_blocks"), SOME_LAYERS),
     "sliding_window": WINDOW,
     "rotary_dim": HEAD_DIM,
 }  # fmt: skip

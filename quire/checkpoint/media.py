@@ -29,6 +29,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "PaddleOCRVLForConditionalGeneration": (IMAGE,),
     "VideoLlama3ForConditionalGeneration": (IMAGE,),
     "Kimi_K25ForConditionalGeneration": (IMAGE,),
+    "KimiVLForConditionalGeneration": (IMAGE,),
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE,),
@@ -68,7 +69,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "UltravoxModel", "KimiVLForConditionalGeneration", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
+    "UltravoxModel", "MiniCPMV", "MiniCPMO", "DeepseekVLV2ForCausalLM",
     "MolmoForCausalLM", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
@@ -79,6 +80,9 @@ _BOTH_WAYS = {
     "Molmo2ForConditionalGeneration": ITEMS,
     "PaliGemmaForConditionalGeneration": PROMPT,
 }
+
+# of whose videos some vectors may be left out
+_PRUNED = frozenset(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"))
 
 # encoder-decoders whose encoder reads a text and what another encoder made of media in it
 _READ_BOTH = frozenset(("Florence2ForConditionalGeneration",))
@@ -101,6 +105,10 @@ def encoder_reads_text(config: Mapping[str, Any]) -> bool:
 def hears_speech(config: Mapping[str, Any]) -> bool:
     """Whether it is known how to ask the model what is said (media/speech)."""
     return str(config.get("model_type")) in SPEECH_TYPES
+
+
+def prunes_video(config: Mapping[str, Any]) -> bool:
+    return not _PRUNED.isdisjoint(config.get("architectures") or ())
 
 
 def both_ways_of(config: Mapping[str, Any]) -> str:

@@ -315,7 +315,18 @@ def _compressed(name: str, settings: Mapping[str, Any]) -> Quantization:
     for scheme in schemes:
         for part in ("weights", "input_activations"):
             _mapping(part, scheme.get(part))
+        _check_targets(scheme.get("targets"))
     return Quantization(name, "compressed-tensors", schemes=schemes)
+
+
+def _check_targets(targets: Any) -> None:
+    """Names of modules or their classes, or patterns of names behind 're:'."""
+    if targets is None:
+        return
+    if not isinstance(targets, list) or len(targets) > _MOST_RULES or not all(isinstance(one, str) for one in targets):
+        raise CheckpointError(f"{KEY}: targets {shown(targets)} must be a list of at most {_MOST_RULES} names")
+    for one in targets:
+        _pattern(one.removeprefix("re:") if one.startswith("re:") else re.escape(one))
 
 
 def _modelopt(name: str, settings: Mapping[str, Any]) -> Quantization:

@@ -38,8 +38,9 @@ def serve(arguments: Sequence[str], program: str) -> int:
     if options.headless:
         return serve_node(args, options)
     begun: list[Begun] = []
+    on_ray = args.data_parallel_backend == "ray" and args.data_parallel_size > 1
     has_process = not options.disable_frontend_multiprocessing and args.data_parallel_size_local != 0
-    if has_process:  # its imports take the longest, so they start now
+    if has_process and not on_ray:  # its imports take the longest, so they start now
         from quire.engine.process_client import begin_engine  # lazy
 
         name = {} if args.data_parallel_size == 1 else {"name": f"engine {first_rank(args)}"}
@@ -59,7 +60,8 @@ def serve(arguments: Sequence[str], program: str) -> int:
 def serve_node(args: argparse.Namespace, options: ServerConfig) -> int:
     """`--headless`: what one machine of several has of an engine (nnodes), or some of the engines, for a server on
     another one."""
-    where = f"node {args.node_rank}" if args.nnodes > 1 else f"the machine with engine {first_rank(args)}"
+    of_one = args.nnodes > 1 and args.data_parallel_size == 1
+    where = f"node {args.node_rank}" if of_one else f"the machine with engine {first_rank(args)}"
     try:
         config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=True)
     except ModelNotFoundError as absent:
@@ -86,6 +88,9 @@ def serve_node(args: argparse.Namespace, options: ServerConfig) -> int:
 
 def first_rank(args: argparse.Namespace) -> int:
     """Of the engines that this program starts, before options are resolved."""
+    if args.nnodes > 1 and args.data_parallel_size > 1:
+        of_node: int = args.node_rank * args.data_parallel_size // args.nnodes
+        return of_node
     rank: int = args.data_parallel_rank or args.data_parallel_start_rank or 0
     return rank
 

@@ -1,5 +1,5 @@
 """Steps of resolve.py that only check: variables without effect are reported, impossible options refused (of traces, of
-encoder-decoder models).
+media, of encoder-decoder models).
 
 In: the names of variables that are set. Out: at most two warnings, or an error (fail_on_environ_validation) for unknown
 names. Must not know: values; base/env.py reads variables.
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from quire.base import env
 from quire.base.log import logger, once
 from quire.base.unread import sort_names
+from quire.checkpoint.media import prunes_video
 from quire.config.engine import EngineConfig
 from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 
@@ -88,6 +89,19 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ModuleNotFoundError:
         return False
+
+
+def check_media(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """NotBuiltError for options of media that this model's family does not follow."""
+    model, options = config.model_config, config.model_config.multimodal_config
+    rate = None if options is None else options.video_pruning_rate
+    if rate and "video" in model.facts.modalities and not prunes_video(model.hf_config):
+        raise NotBuiltError(
+            f"video_pruning_rate={rate} is not built for {model.architecture}: vectors are left out of videos of "
+            "Qwen2-VL and Qwen2.5-VL only",
+            param="video_pruning_rate",
+        )
+    return config
 
 
 def check_encoder_decoder(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:

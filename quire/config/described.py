@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 log = logger(__name__)
 _PLACE = "speculative_config"
 _HEADS = ("medusa", "mlp_speculator")  # with a head for each token
+# Models published with one module for multi-token prediction, of which their configurations may say nothing.
+_WITH_MODULE = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "LongcatFlashForCausalLM")
 
 
 class Described(NamedTuple):
@@ -43,7 +45,10 @@ def _mtp_tokens(speculative: "SpeculativeConfig", config: "EngineConfig") -> int
     model = config.model_config
     if speculative.model not in (None, model.model, model.path, "mtp"):
         raise _wrong(f"method 'mtp' drafts with the model's own weights, and model is {speculative.model!r}")
-    layers = model.hf_config.get("num_nextn_predict_layers")
+    raw = model.hf_config
+    layers = raw.get("num_nextn_predict_layers", raw.get("mtp_num_hidden_layers"))
+    if layers is None and model.architecture in _WITH_MODULE:
+        layers = 1
     if not isinstance(layers, int) or layers < 1:
         raise _wrong(
             f"method 'mtp' needs a model with modules for multi-token prediction, and the configuration of "

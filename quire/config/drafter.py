@@ -60,6 +60,7 @@ def draft_options(requested: Mapping[str, Any], config: "EngineConfig") -> dict[
         "revision": speculative.revision,
         "quantization": speculative.quantization,
         "max_model_len": speculative.max_model_len,
+        "attention_backend": speculative.attention_backend,
         "device": config.device_config.device,
         "runner": "generate",
         "skip_tokenizer_init": True,
@@ -73,8 +74,26 @@ def with_drafter(config: "EngineConfig", drafter: "EngineConfig") -> "EngineConf
     assert speculative is not None
     _check(config, drafter)
     log.info("Draft model: %s, %s", speculative.model, drafter.model_config.architecture)
-    own = DrafterConfig(drafter.model_config, drafter.load_config, drafter.cache_config.cache_dtype)
+    own = DrafterConfig(
+        drafter.model_config,
+        drafter.load_config,
+        drafter.cache_config.cache_dtype,
+        _unknown_token(drafter) if speculative.parallel_drafting else None,
+        None if speculative.attention_backend is None else drafter.attention_config.backend,
+    )
     return replace(config, speculative_config=replace(speculative, drafter=own))
+
+
+def _unknown_token(drafter: "EngineConfig") -> int:
+    """What a drafter reads in the place of tokens to come."""
+    raw, vocab = drafter.model_config.hf_config, drafter.model_config.facts.vocab_size
+    token = raw.get("pard_token", raw.get("ptd_token_id"))
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+        raise _wrong(
+            f"parallel_drafting needs a draft model whose configuration has a pard_token or ptd_token_id below "
+            f"{vocab}, and it is {token!r:.100}"
+        )
+    return token
 
 
 def _load_options(mapping: Mapping[str, Any]) -> dict[str, Any]:

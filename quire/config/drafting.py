@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from quire.base.log import logger
+from quire.config.kernels import ATTENTION_NAMES
 from quire.config.memory import LoadConfig
 from quire.config.model import ModelConfig, quantization_name
-from quire.config.option import Group, group, option
+from quire.config.option import LATER, Group, group, option
 from quire.schema.errors import ConfigError, NotBuiltError
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ log = logger(__name__)
 HEAD_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS, "mtp", "custom_class")
 # Documented methods that this version refuses by name.
-UNBUILT = ("ngram_gpu", "dflash", "dspark", "extract_hidden_states")
+UNBUILT = ("dflash", "dspark", "extract_hidden_states")
 MODEL_METHODS = ("draft_model", *HEAD_METHODS)  # those with a checkpoint of their own
-DRAFT_KEYS = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config")
+DRAFT_KEYS = (
+    "revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "draft_load_config", "attention_backend",
+)  # fmt: skip
 MOST_TOKENS = 128  # per row and step
 _SUFFIX_TOKENS = 32
 _PLACE = "speculative_config"
@@ -40,6 +43,8 @@ class DrafterConfig:
     model_config: ModelConfig
     load_config: LoadConfig
     cache_dtype: str
+    unknown_token: int | None = None  # of parallel drafting: stands for each token to come
+    attention_backend: str | None = None  # None: the model's
 
 
 @group
@@ -102,6 +107,27 @@ class SpeculativeConfig(Group):
     draft_load_config: dict[str, Any] | None = option(
         None, "How the draft model's weights are read, as a mapping of load options.", flat=False
     )
+    attention_backend: str | None = option(
+        None, "Attention kernel of the drafter; unset: as of the model.", LATER, flat=False, **ATTENTION_NAMES
+    )
+    enforce_eager: bool | None = option(
+        None, "Capture no CUDA graphs of a draft model; unset: as enforce_eager says for the model.", flat=False
+    )
+    parallel_drafting: bool = option(
+        False, "A draft model drafts all tokens in one pass, for which it must be trained: its configuration names the "
+        "token that stands for those to come (pard_token or ptd_token_id).", flat=False,
+    )  # fmt: skip
+    rejection_sample_method: Literal["standard", "synthetic"] = option(
+        "standard", "How drafts are judged; synthetic: a share of them is accepted whatever the model says, to measure "
+        "speed. Answers are then meaningless.", flat=False,
+    )  # fmt: skip
+    synthetic_acceptance_rates: tuple[float, ...] | None = option(
+        None, "For rejection_sample_method synthetic: how often each draft of a step is accepted, with all before it.",
+        flat=False,
+    )  # fmt: skip
+    synthetic_acceptance_length: float | None = option(
+        None, "The same as one number: tokens that a step brings on average.", flat=False
+    )
     drafter: DrafterConfig | None = None  # a result: of methods with a checkpoint of their own
 
     @property
@@ -126,7 +152,8 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
     if speculative is None:
         return config
     method, most = _method(speculative), speculative.num_speculative_tokens
-    _check_model(config, method, drawn=speculative.draft_sample_method != "greedy")
+    is_drawn, in_one_pass = speculative.draft_sample_method != "greedy", speculative.parallel_drafting
+    _check_model(config, method, drawn=is_drawn, in_one_pass=in_one_pass)
     if method in (None, *HEAD_METHODS, "mtp"):
         from quire.config.described import describe  # lazy
 
@@ -136,9 +163,11 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
         if method != "suffix":
             raise _wrong(f"method {method!r} needs num_speculative_tokens, at least 1")
         most = _SUFFIX_TOKENS
-    changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most}
+    changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most} | _synthetic(speculative, most)
     if method == "ngram":
         changes |= _lookup(speculative)
+    if speculative.parallel_drafting:  # what a pass costs is known for drafts that take one pass each
+        changes["adaptive"] = False
     _check_draft_keys(speculative, method, config.parallel_config.tensor_parallel_size)
     speculative = replace(speculative, **changes)
     log.info("Speculative decoding: %s, up to %d tokens per step", method, most)
@@ -164,6 +193,9 @@ def _method(speculative: SpeculativeConfig) -> str | None:
         if model not in ("ngram", "[ngram]"):
             return None
         method = "ngram"
+    if method == "ngram_gpu":
+        log.info("speculative_config: method 'ngram_gpu' is 'ngram': n-grams are matched on the host beside the device")
+        method, model = "ngram", None if model == "ngram_gpu" else model
     if method.endswith("_mtp"):
         log.warning("speculative_config: method %r is 'mtp', which goes by the model's own configuration", method)
         method = "mtp"
@@ -186,11 +218,42 @@ def _method(speculative: SpeculativeConfig) -> str | None:
     return method
 
 
+def _synthetic(speculative: SpeculativeConfig, most: int) -> dict[str, Any]:
+    """The share of drafts to be accepted at each place, where that is to be invented."""
+    rates, length = speculative.synthetic_acceptance_rates, speculative.synthetic_acceptance_length
+    if speculative.rejection_sample_method == "standard":
+        if rates is not None or length is not None:
+            raise _wrong("synthetic_acceptance_rates and _length need rejection_sample_method='synthetic'")
+        return {}
+    if (rates is None) == (length is None):
+        raise _wrong(
+            "rejection_sample_method='synthetic' needs synthetic_acceptance_rates or synthetic_acceptance_length, one "
+            "of the two"
+        )
+    if speculative.draft_sample_method != "greedy":
+        raise _wrong("rejection_sample_method='synthetic' judges no drafts that are drawn (draft_sample_method)")
+    if length is not None:
+        if not 1 <= length <= most + 1:
+            raise _wrong(f"synthetic_acceptance_length={length} must be at least 1 and at most {most + 1}")
+        rates = tuple(min(1.0, max(0.0, length - 1 - place)) for place in range(most))
+    assert rates is not None
+    falls = all(0 <= rate <= 1 for rate in rates) and list(rates) == sorted(rates, reverse=True)
+    if len(rates) != most or not falls:
+        raise _wrong(
+            f"synthetic_acceptance_rates={list(rates)!r:.200} must be {most} numbers from 0 to 1 that do not rise, one "
+            "for each draft"
+        )
+    log.warning("speculative_config: drafts are accepted whatever the model says; answers mean nothing")
+    return {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
+
+
 def _check_draft_keys(speculative: SpeculativeConfig, method: str, num_ranks: int) -> None:
     for key in DRAFT_KEYS:
         value = getattr(speculative, key)
         if value is not None and method not in MODEL_METHODS:
             raise _wrong(f"{key}={value!r} is for draft models, and method {method!r} has none")
+    if speculative.parallel_drafting and method != "draft_model":
+        raise _wrong(f"parallel_drafting is for draft models that are trained for it, not for method {method!r}")
     if speculative.draft_sample_method != "greedy" and method not in (*MODEL_METHODS, "mtp"):
         raise _wrong(
             f"draft_sample_method={speculative.draft_sample_method!r} needs a drafter with distributions, and method "
@@ -212,7 +275,7 @@ def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:
     return {"prompt_lookup_min": low, "prompt_lookup_max": high}
 
 
-def _check_model(config: "EngineConfig", method: str | None, *, drawn: bool) -> None:
+def _check_model(config: "EngineConfig", method: str | None, *, drawn: bool, in_one_pass: bool) -> None:
     """NotBuiltError: this model, or an option, and drafts exclude each other."""
     model, parallel, on_gpu = config.model_config, config.parallel_config, config.device_config.device != "cpu"
     reasons = {
@@ -220,6 +283,7 @@ def _check_model(config: "EngineConfig", method: str | None, *, drawn: bool) -> 
         "drafts with several ranks are built for CPU only": on_gpu and parallel.world_size > 1,
         "recurrent states after drafts are kept on CPU only": on_gpu and model.facts.has_states,
         "drafts are drawn on CPU only": on_gpu and drawn,
+        "all tokens are drafted in one pass (parallel_drafting) on CPU only": on_gpu and in_one_pass,
         "custom logits processors see one token of a row at a time": bool(model.logits_processors),
         "a class of yours may draft otherwise on each rank": method == "custom_class" and parallel.world_size > 1,
         "drafts are not built for ranks that a launcher starts": parallel.world_size > 1

@@ -1,13 +1,15 @@
 """Which engines of a data-parallel deployment this program starts: a step of resolve.py.
 
 In: ParallelConfig as requested, and the variables DP_SIZE, DP_RANK and DP_RANK_LOCAL. Out: the same with the ranks of
-the engines that start here settled: all of them (internal balancing), one (external), or some: with a server of their
-own (hybrid), with the server that has the others too, or without any (headless), for that server. Engines are replicas
+the engines that start here settled: all of them (internal balancing), one (external), none, if Ray starts them, or
+some: with a server of their own (hybrid), with the server that has the others too, or without any (headless), for that
+server. Engines are replicas
 that do not know of each other. Must not know: how an engine is started, or which one a request goes to.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from quire.base.log import logger
 from quire.config.engine import EngineConfig, replace
 from quire.config.ranks import MOST_RANKS
 from quire.config.running import ParallelConfig
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 
 log = logger(__name__)
 _SIZE, _LOCAL, _RANK, _START = (
@@ -29,6 +31,12 @@ def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineC
     parallel = config.parallel_config
     rank, local = requested.get(_RANK), requested.get(_LOCAL)
     _check_sizes(parallel, rank, local)
+    if parallel.data_parallel_backend == "ray":
+        if parallel.data_parallel_size > 1:
+            return _engines_on_ray(config, rank, local)
+        log.info("data_parallel_backend='ray' has no effect: there is one engine")
+    if parallel.nodes_have_engines:
+        return _engines_of_a_node(_with_address(requested, config), rank, local)
     if parallel.is_headless and parallel.nnodes == 1:
         return _engines_for_a_server(_with_address(requested, config), rank, local)
     if parallel.data_parallel_size == 1 and local != 0 and env.DP_SIZE.get() > 1:
@@ -69,6 +77,69 @@ def _check_sizes(parallel: ParallelConfig, rank: int | None, local: int | None) 
         raise ConfigError(f"{_LOCAL}={local} is more than {_SIZE}={size}", param=_LOCAL, value=local)
     if rank is not None and rank >= size:
         raise ConfigError(f"{_RANK} is {rank}; it must be below {_SIZE}={size}", param=_RANK, value=rank)
+
+
+def _engines_on_ray(config: EngineConfig, rank: int | None, local: int | None) -> EngineConfig:
+    """Ray starts all of them, `local` at least on this program's node."""
+    parallel = config.parallel_config
+    others = {
+        "headless": parallel.is_headless,
+        "nnodes": parallel.nnodes > 1,
+        _RANK: rank is not None,
+        _START: parallel.data_parallel_start_rank is not None,
+        "data_parallel_hybrid_lb": parallel.data_parallel_hybrid_lb,
+        "data_parallel_external_lb": parallel.data_parallel_external_lb,
+        "external_launcher": parallel.distributed_executor_backend == "external_launcher",
+    }
+    for other in (name for name, is_set in others.items() if is_set):
+        raise ConfigError(
+            f"data_parallel_backend='ray' and {other} exclude each other: one program has the server, and Ray starts "
+            "all engines, on whichever nodes have room",
+            param="data_parallel_backend",
+            value="ray",
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("data_parallel_backend='ray'", "ray", "ray")
+    size = parallel.data_parallel_size
+    return _settled(config, rank=0, local=0, num_engines_elsewhere=size, num_engines_near=local or 0)
+
+
+def _engines_of_a_node(config: EngineConfig, rank: int | None, local: int | None) -> EngineConfig:
+    """node_rank says which ones, as data_parallel_size_local and data_parallel_start_rank do."""
+    parallel = config.parallel_config
+    node, number = parallel.node_rank, parallel.data_parallel_size // parallel.nnodes
+    first = node * number
+    for name, value, meant in ((_LOCAL, local, number), (_START, parallel.data_parallel_start_rank, first)):
+        if value not in (None, meant):
+            raise ConfigError(
+                f"{name}={value}, but nnodes={parallel.nnodes} and node_rank={node} mean {meant}: leave it out",
+                param=name,
+                value=value,
+            )
+    config = replace(config, **{"parallel_config.nnodes": 1, "parallel_config.node_rank": 0})
+    if rank is not None or parallel.data_parallel_external_lb:
+        of_node = range(first, first + number)
+        if rank is None and number > 1:
+            raise ConfigError(f"data_parallel_external_lb needs {_RANK}: node_rank={node} has {number}", param=_RANK)
+        if rank not in (None, *of_node):
+            raise ConfigError(
+                f"{_RANK}={rank}, but node_rank={node} of nnodes={parallel.nnodes} has {first} to {of_node[-1]}",
+                param=_RANK,
+                value=rank,
+            )
+        return _one_engine(config, first if rank is None else rank, None)
+    if parallel.data_parallel_hybrid_lb and not parallel.is_headless:
+        return _some_engines(replace(config, **{f"parallel_config.{_START}": first}), number)
+    if parallel.is_headless != (node > 0):
+        raise ConfigError(
+            f"node_rank is {node}: the first of nnodes={parallel.nnodes} machines has the server, unless there is one "
+            "on each (data_parallel_hybrid_lb, data_parallel_external_lb); the others are headless",
+            param="node_rank",
+            value=node,
+        )
+    if not parallel.is_headless:
+        return _engines_of_several_machines(config, number)
+    return _engines_for_a_server(replace(config, **{f"parallel_config.{_START}": first}), rank, number)
 
 
 def _engines_of_several_machines(config: EngineConfig, local: int) -> EngineConfig:
@@ -178,5 +249,6 @@ def _settled(config: EngineConfig, *, rank: int, local: int, **changes: Any) -> 
 
 def config_of_engine(config: EngineConfig, place: int) -> EngineConfig:
     """For one of the engines that this program starts, by its place among them."""
-    rank = config.parallel_config.data_parallel_rank + place
-    return replace(config, **{f"parallel_config.{_RANK}": rank, "parallel_config.data_parallel_rank_local": place})
+    parallel = config.parallel_config
+    rank, here = parallel.data_parallel_rank + place, parallel.place_here + place
+    return replace(config, **{f"parallel_config.{_RANK}": rank, "parallel_config.data_parallel_rank_local": here})

@@ -32,11 +32,17 @@ class LoRAConfig(Group):
     )
     max_cpu_loras: int | None = option(None, "Adapters in host memory; unset, and 0, is max_loras.")
     lora_dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "Precision of adapters; auto is the model's.", take=dtype_name
+        "auto",
+        "Precision of adapters; auto is the model's, and bfloat16 on CPU beside weights of fewer bits.",
+        take=dtype_name,
     )
     target_modules: tuple[str, ...] | None = option(
         None, "Names of layers that adapters may change; an adapter of any other is refused.",
         name="lora_target_modules", take=split_at_commas,
+    )  # fmt: skip
+    default_mm_loras: dict[str, str] | None = option(
+        None, "Folder of an adapter for each kind of media (image, video, audio): requests that bring this kind and no "
+        "other of those listed get it, unless they name an adapter.",
     )  # fmt: skip
 
 

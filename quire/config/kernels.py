@@ -76,6 +76,9 @@ _ATTENTION = (
     "FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TREE_ATTN", "XFORMERS", "FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1",
     "TRITON_ATTN_VLLM_V1", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA",
 )  # fmt: skip
+ATTENTION_NAMES: dict[str, Any] = dict(
+    ready=("TRITON_ATTN", "CPU_ATTN", "TORCH_SDPA"), hints=_ATTENTION, take=upper, why=reason("own-kernels")
+)
 
 
 @group
@@ -84,7 +87,7 @@ class AttentionConfig(Group):
 
     backend: str | None = option(
         None, "Attention kernel; unset is TRITON_ATTN on a GPU and CPU_ATTN on CPU.", LATER, name="attention_backend",
-        ready=("TRITON_ATTN", "CPU_ATTN", "TORCH_SDPA"), hints=_ATTENTION, take=upper, why=reason("own-kernels"),
+        **ATTENTION_NAMES,
     )  # fmt: skip
     mla_prefill_backend: str | None = unavailable(take=upper)
 

@@ -143,10 +143,29 @@ class MultiModalConfig(Group):
     mm_processor_kwargs: dict[str, Any] | None = option(
         None, "Settings that override those of the model's media processor; a request's own come before them."
     )
-    mm_processor_cache_gb: float = option(4.0, "GiB of processed media kept, per process; 0 keeps none.", low=0)
+    mm_processor_cache_gb: float = option(
+        4.0, "GiB of processed media kept, per process or, in shared memory, by all; 0 keeps none.", low=0, high=1 << 20
+    )
+    mm_processor_cache_type: Literal["lru", "shm"] = option(
+        "lru", "Where they are kept: in each process, or in memory that all API processes share, the oldest leaving."
+    )
+    mm_shm_cache_max_object_size_mb: int = option(128, "MiB of an item that is kept in shared memory, at most.", low=0)
+    shared_memory: int | None = None  # the descriptor that API processes of one server have in common
+    video_pruning_rate: float | None = option(
+        None, "Share of a video's vectors that are left out: those where the pictures change least.", low=0, below=1
+    )
     interleave_mm_strings: bool = option(
         False, "Keep media where they stand between texts, in templates that take content as a string."
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mm_processor_cache_type != "shm" and self.mm_shm_cache_max_object_size_mb != 128:
+            raise ConfigError(
+                f"mm_shm_cache_max_object_size_mb={self.mm_shm_cache_max_object_size_mb} is for "
+                "mm_processor_cache_type='shm' only",
+                param="mm_shm_cache_max_object_size_mb",
+            )
 
 
 @group

@@ -72,14 +72,9 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         )
     if nodes == 1:
         return
-    launched = parallel.distributed_executor_backend == "external_launcher"
-    if parallel.data_parallel_size > 1 and not launched:
-        raise NotBuiltError(
-            f"nnodes={nodes} with data_parallel_size={parallel.data_parallel_size}: each engine of a data-parallel "
-            "deployment is on one machine; data_parallel_size_local and headless put engines on several",
-            param="nnodes",
-            value=nodes,
-        )
+    if parallel.nodes_have_engines:
+        _check_engines_of_nodes(parallel)
+        return
     if size % nodes:
         raise ConfigError(
             f"{size} ranks ({_sizes(parallel) or 'tensor_parallel_size 1'}) cannot be shared out among nnodes={nodes}",
@@ -92,6 +87,26 @@ def _check_nodes(parallel: ParallelConfig) -> None:
             param="distributed_executor_backend",
             value=parallel.distributed_executor_backend,
         )
+
+
+def _check_engines_of_nodes(parallel: ParallelConfig) -> None:
+    """Each machine has as many whole engines as any other."""
+    nodes, engines = parallel.nnodes, parallel.data_parallel_size
+    if engines % nodes == 0:
+        return
+    if nodes % engines == 0:
+        raise NotBuiltError(
+            f"nnodes={nodes} with data_parallel_size={engines}: each engine of a data-parallel deployment is on one "
+            "machine, unless Ray places its workers (data_parallel_backend and distributed_executor_backend 'ray')",
+            param="nnodes",
+            value=nodes,
+        )
+    raise ConfigError(
+        f"data_parallel_size={engines} engines cannot be shared out among nnodes={nodes}; data_parallel_size_local and "
+        "data_parallel_start_rank may say which of them a machine has, without nnodes",
+        param="nnodes",
+        value=nodes,
+    )
 
 
 def _check_experts(config: EngineConfig) -> None:
@@ -220,7 +235,7 @@ def _why_apart(config: EngineConfig) -> str:
     if parallel.distributed_executor_backend not in (None, "uni", "mp"):
         return f"distributed_executor_backend is {parallel.distributed_executor_backend!r}"
     if parallel.data_parallel_size_local < parallel.data_parallel_size or parallel.is_headless:
-        return "several programs start them, which do not know of each other"
+        return "several programs start them, or Ray does, and they do not know of each other"
     if config.enable_lora:
         return "they serve adapters"
     if config.speculative_config is not None:

@@ -20,12 +20,13 @@ from quire.checkpoint.quantization import Quantization, add_quantization, agrees
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
-from quire.config.checks import check_encoder_decoder, check_environment, check_traces
+from quire.config.checks import check_encoder_decoder, check_environment, check_media, check_traces
 from quire.config.drafting import MODEL_METHODS, choose_drafts
 from quire.config.engine import EngineConfig, replace
 from quire.config.engines import check_engines
 from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
+from quire.config.model import ModelConfig
 from quire.config.outside import registered
 from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
 from quire.config.ranks import check_ranks, divide_contexts, spread_experts
@@ -82,9 +83,11 @@ def find_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     model, files = config.model_config, config.load_config
     if requested.get("model") == "":  # most likely an unset shell variable, not a request for the embedded model
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or omit it", param="model")
+    parallel = config.parallel_config  # Ray may start an engine on this machine, which then finds this folder
+    has_engines = parallel.data_parallel_size_local > 0 or parallel.data_parallel_backend == "ray"
     located = locate(
         model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns,
-        weights=not config.renders_only and config.parallel_config.data_parallel_size_local > 0,
+        weights=not config.renders_only and has_engines,
     )  # fmt: skip
     if not model.model:
         log.info("No model was named: using the embedded %s", located.name)
@@ -612,7 +615,39 @@ def choose_adapters(requested: Requested, config: EngineConfig) -> EngineConfig:
         )
     if config.model_config.model_impl == "transformers":
         raise NotBuiltError("enable_lora: transformers' own classes take no adapters", param="enable_lora")
-    return replace(config, lora_config=replace(lora, max_cpu_loras=most))
+    if config.model_config.is_pooling and config.device_config.device == "cuda":
+        raise NotBuiltError(
+            "enable_lora: on a GPU, pooling models take no adapters in this version", param="enable_lora"
+        )
+    _check_media_adapters(config.model_config, lora.default_mm_loras or {})
+    dtype = lora.lora_dtype
+    if dtype == "auto" and requested.get("dtype") in (None, "auto") and _multiplies_codes(config):
+        log.info("lora_dtype: bfloat16 (the model's weights have fewer bits; lora_dtype=float32 forces float32)")
+        dtype = "bfloat16"
+    return replace(config, lora_config=replace(lora, max_cpu_loras=most, lora_dtype=dtype))
+
+
+def _multiplies_codes(config: EngineConfig) -> bool:
+    """With inputs in float32, on CPU: what is read beside the weights is several times their size if it is float32."""
+    model = config.model_config
+    on_gpu = config.device_config.device == "cuda"
+    return not on_gpu and model.weight_form in ("stored", "int8", "int4") and model.dtype == "float32"
+
+
+def _check_media_adapters(model: ModelConfig, folders: Mapping[str, str]) -> None:
+    taken = tuple(model.facts.modalities) if model.takes_encoder and not model.is_pooling else ()
+    for kind, folder in folders.items():
+        if not taken:
+            reason = "this model takes no media"
+        elif kind not in taken:
+            reason = f"this model takes {', '.join(taken)}"
+        elif not folder:
+            reason = "the folder is empty"
+        else:
+            continue
+        raise ConfigError(
+            f"default_mm_loras names an adapter for {kind!r}: {reason}", param="default_mm_loras", value=kind
+        )
 
 
 STEPS: tuple[Step, ...] = (
@@ -633,6 +668,7 @@ STEPS: tuple[Step, ...] = (
     choose_drafts,
     configure_drafter,
     check_encoder_decoder,
+    check_media,
     choose_length,
     limit_length,
     choose_sampling,

@@ -150,6 +150,10 @@ class ParallelConfig(Group):
         False, "data_parallel_size_local engines per server, with a load balancer in front of the servers.",
         flags=("-dph",),
     )  # fmt: skip
+    data_parallel_backend: Literal["mp", "ray"] = option(
+        "mp", "Who starts the engines: this program and, with --headless, others like it; or a Ray cluster, as actors "
+        "on whichever nodes have room.", flags=("-dpb",),
+    )  # fmt: skip
     data_parallel_routing: Literal["least-loaded", "prefix-aware", "round-robin"] = option(
         "least-loaded", "Quire only. Which engine a request goes to: the one with the fewest unfinished requests, the "
         "one that was sent the longest part of its prompt before (unless it is loaded well above the mean), or each "
@@ -174,8 +178,9 @@ class ParallelConfig(Group):
         take=lambda value: value if value is None else name_of(value),
     )  # fmt: skip
     nnodes: int = option(
-        1, "Machines that share the ranks of the engine, each an equal number of them in order.", low=1, flags=("-n",)
-    )
+        1, "Machines that share the ranks of the engine, or the engines of data_parallel_size, each an equal number of "
+        "them in order.", low=1, flags=("-n",),
+    )  # fmt: skip
     node_rank: int = option(
         0, "Which of the machines this is. The first has the engine; the others run `quire serve --headless`.", low=0,
         flags=("-r",),
@@ -189,6 +194,7 @@ class ParallelConfig(Group):
     is_moe_model: bool = False
     is_headless: bool = False  # this program has no HTTP server: what it starts belongs to another machine's
     num_engines_elsewhere: int = 0  # that other machines start, behind this program's port
+    num_engines_near: int = 0  # of these, how many Ray has to start on this program's node at least
     num_engines_here: int = 1  # among which the processors and the memory of this machine are divided
     experts_span_engines: bool = False  # the ranks of all engines divide experts among themselves
     experts_meeting: str = ""  # a URL at which they find each other
@@ -208,6 +214,12 @@ class ParallelConfig(Group):
     def has_several_engines(self) -> bool:
         """A router is between this program's requests and the engines."""
         return len(self.engine_ranks) > 1 or self.num_engines_elsewhere > 0
+
+    @property
+    def nodes_have_engines(self) -> bool:
+        """nnodes is about whole engines, not about the ranks of one."""
+        launched = self.distributed_executor_backend == "external_launcher"
+        return self.nnodes > 1 and self.data_parallel_size > 1 and not launched
 
     @property
     def place_here(self) -> int:

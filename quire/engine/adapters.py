@@ -9,7 +9,7 @@ they are done. Must not know: tensors, sockets.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -190,6 +190,14 @@ class EngineAdapters:
                 yield next((one for one in done if one.error is not None), read)
 
 
+def media_adapters(folders: Mapping[str, str] | None) -> dict[str, LoRARequest]:
+    """Those of default_mm_loras, by kind of media: named after it, with ids from 1 in the order of these names."""
+    return {
+        kind: LoRARequest(kind, number, absolute(folder))
+        for number, (kind, folder) in enumerate(sorted((folders or {}).items()), 1)
+    }
+
+
 def lora_request_of(value: Any) -> LoRARequest:
     """What a caller gave, in this process or over a wire; one error for whatever is wrong with it."""
     if isinstance(value, LoRARequest):
@@ -210,3 +218,12 @@ def located(value: Any) -> LoRARequest:
     """The same adapter with its absolute path, so that loading it and using it mean one folder."""
     lora = lora_request_of(value)
     return msgspec.structs.replace(lora, lora_path=absolute(lora.lora_path))
+
+
+def pair_adapters(value: Any, num_prompts: int) -> list[LoRARequest | None]:
+    """One adapter for all prompts, or one for each, of which any may be None."""
+    if value is None or not isinstance(value, list | tuple):
+        return [None if value is None else lora_request_of(value)] * num_prompts
+    if len(value) != num_prompts:
+        raise InputError(f"{len(value)} lora_request were given for {num_prompts} prompts", param="lora_request")
+    return [None if one is None else lora_request_of(one) for one in value]

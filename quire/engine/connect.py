@@ -50,8 +50,8 @@ def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
 
 
 def start_several(config: EngineConfig, *, begun: Sequence[Begun] = (), shared: bool = False) -> SeveralEngines:
-    """The engines that `config` wants started here, in processes of their own, and those that other machines start.
-    `begun`: some that wait already."""
+    """The engines that `config` wants started here, in processes of their own, and those that other machines start, or
+    Ray. `begun`: some that wait already."""
     from quire.config.engines import config_of_engine  # lazy
     from quire.engine.process_client import ProcessClient, begin_engine  # lazy
 
@@ -90,6 +90,11 @@ def _undo(members: Sequence[MemberClient]) -> None:
 
 
 def _of_other_machines(config: EngineConfig) -> Sequence[MemberClient]:
+    if config.parallel_config.data_parallel_backend == "ray":
+        from quire.engine.ray_engines import start_on_ray  # lazy
+
+        started: Sequence[MemberClient] = start_on_ray(config)
+        return started
     from quire.engine.machines import Machines  # lazy
 
     members: Sequence[MemberClient] = Machines(config).members

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from quire.base import registry
-from quire.engine.adapters import NOT_ENABLED, absolute, lora_request_of
+from quire.engine.adapters import NOT_ENABLED, absolute, lora_request_of, media_adapters
 from quire.schema.adapters import LoRARequest
 from quire.schema.errors import InputError, NotBuiltError, some
 from quire.schema.media import MediaItem
@@ -96,7 +96,9 @@ class InputProcessor:
         self._structured = config.structured_outputs_config
         self._thinks = config.thinks
         self._by_priority = config.scheduler_config.policy == "priority"
-        self._has_adapters = config.lora_config is not None
+        lora = config.lora_config
+        self._has_adapters = lora is not None
+        self._media_adapters = {} if lora is None else media_adapters(lora.default_mm_loras)
         self._is_pooling = config.model_config.is_pooling
         self._is_encoder_decoder = config.model_config.is_encoder_decoder
         self._has_prefix_cache = bool(config.cache_config.enable_prefix_caching)
@@ -149,6 +151,8 @@ class InputProcessor:
             raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
         check_context(self.max_model_len, len(token_ids), params.min_tokens, name="min_tokens")
         self._check_ids("the prompt", token_ids, param="prompt")
+        if self._media_adapters and options.lora_request is None and options.lora_name is None:
+            options = msgspec.structs.replace(options, lora_request=self._media_adapter(read.media))
         arrival = time.time() if options.arrival is None else options.arrival
         requests = self._requests(request_id, read, params, options, arrival, prompt.cache_salt)
         return PreparedRequest(
@@ -219,6 +223,11 @@ class InputProcessor:
             )
             for index in range(params.n)
         )
+
+    def _media_adapter(self, items: Sequence[MediaItem]) -> LoRARequest | None:
+        """That of the only kind of media in a prompt that has one."""
+        kinds = {item.modality for item in items} & self._media_adapters.keys()
+        return self._media_adapters[kinds.pop()] if len(kinds) == 1 else None
 
     def _adapter(self, options: Options) -> tuple[int, str | None, str | None]:
         """(id, name, path) of the adapter that a request brings or names."""

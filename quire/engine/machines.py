@@ -16,8 +16,8 @@ end of the server is the end of all. Must not know: prompts, how an engine is ma
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -104,8 +104,19 @@ _TO = msgspec.msgpack.Decoder(EnginesWelcome | EnginesRefused | EnginesLeave)
 _encode = msgspec.msgpack.encode
 
 
-def _key() -> bytes:
-    return node_key("engines on several machines", _ADDRESS)
+class Meeting(NamedTuple):
+    """Where machines find the server, and what both have to know."""
+
+    address: str
+    port: int  # 0: on the server's side, any
+    key: bytes
+
+
+def _meeting(config: EngineConfig) -> Meeting:
+    """As operators say it."""
+    parallel = config.parallel_config
+    address = address_of(parallel.data_parallel_master_ip, _ADDRESS)
+    return Meeting(address, parallel.data_parallel_rpc_port, node_key("engines on several machines", _ADDRESS))
 
 
 def _limit() -> float:
@@ -243,17 +254,19 @@ class _RemoteMachine:
 class Machines:
     """Listens for machines until all engines have one."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, meeting: Meeting | None = None, closed: Callable[[], None] | None = None
+    ) -> None:
+        """`meeting`: not as the options say. `closed`: called once all have left, maybe several times."""
         parallel = config.parallel_config
-        self.address, port = address_of(parallel.data_parallel_master_ip, _ADDRESS), parallel.data_parallel_rpc_port
-        self.secret = new_secret()
+        self.address, port, key = meeting or _meeting(config)
+        self.secret, self._closed = new_secret(), closed
         self._size, self._has_engines = parallel.data_parallel_size, parallel.data_parallel_size_local > 0
         self._stated = statement(config)  # of the server, and of the first engines, whoever has them
         self._engines_stated = self._stated if self._has_engines else None
         self._lock, self._machines = threading.Lock(), list[_RemoteMachine]()
         self._is_left = False
         self._seats, self.members = dict[int, Seat](), list[RemoteEngine]()
-        key = _key()
         try:
             for rank in parallel.engine_ranks[parallel.data_parallel_size_local :]:
                 self._seats[rank] = Seat(rank)
@@ -268,7 +281,8 @@ class Machines:
             for seat in self._seats.values():
                 seat.close()
             raise
-        log.info("Waiting for %s at %s:%d", _names(list(self._seats)), self.address, port)
+        self.port = self._listener.port
+        log.info("Waiting for %s at %s:%d", _names(list(self._seats)), self.address, self.port)
 
     def _welcome(self, lifeline: Lifeline) -> None:
         """The root of a thread."""
@@ -345,6 +359,13 @@ class Machines:
         for machine in self._machines:
             machine.left.wait(max(0.0, deadline - now()))
             machine.lifeline.close()
+        if self._closed is not None:
+            self._closed()
+
+    def end(self, rank: int, reason: str) -> None:
+        """Whoever started an engine knows that it is gone, or never was."""
+        if (seat := self._seats.get(rank)) is not None:
+            seat.end(reason)
 
     def clear(self, seat: Seat) -> None:
         """Its client is closed."""
@@ -355,12 +376,13 @@ class Machines:
 # ---- the others ------------------------------------------------------------------------------------------------
 
 
-def run_engines(config: EngineConfig, *, stall_s: float = 0.0) -> None:
+def run_engines(config: EngineConfig, *, meeting: Meeting | None = None, stall_s: float = 0.0) -> None:
     """Engines for a server on another machine, until that ends: returns if it was shut down. EngineDeadError: it did
-    not end well. `stall_s`: seconds without progress after which an engine with work shows its stacks; 0: never."""
+    not end well. `meeting`: not as the options say. `stall_s`: seconds without progress after which an engine with work
+    shows its stacks; 0: never."""
     parallel = config.parallel_config
-    leader, port, key = address_of(parallel.data_parallel_master_ip, _ADDRESS), parallel.data_parallel_rpc_port, _key()
-    ranks, where = parallel.ranks_here, f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
+    leader, port, key = meeting or _meeting(config)
+    ranks, where = parallel.ranks_here, f"{leader if meeting else parallel.data_parallel_master_ip}:{port}"
     host = env.HOST_IP.get() or address_towards(leader)
     log.info("%s of %d: joining the server at %s", _names(ranks).capitalize(), parallel.data_parallel_size, where)
     begun = [begin_engine(shared=True, name=f"engine {rank} on {host}") for rank in ranks]

@@ -20,6 +20,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from quire.base.registry import Registry
+from quire.hf_models.equivalents import equivalent_of
 from quire.hf_models.foreign import class_of, config_of, default_dtype, quiet
 from quire.hf_models.vision_blocks import fuse_blocks
 from quire.ops.attention import packed_attention
@@ -236,6 +237,7 @@ def load_tower(
     safetensors: bool = True,
 ) -> Tower:
     """`is_dummy`: the weights are random."""
+    raw, names = equivalent_of(raw)
     config = config_of(raw, path, False)
     own = next((name for name in raw.get("architectures") or () if name in _OWN), None)
     kind = class_of(raw, config, path, False) if own is None else _OWN.get(own)
@@ -245,7 +247,7 @@ def load_tower(
         with quiet(), torch.device(device), default_dtype(dtype):
             module: nn.Module = kind(config)
     else:
-        module = _read(kind, config, path, dtype, safetensors)
+        module = _read(kind, config, path, dtype, safetensors, names)
     _keep_marks(module)
     _drop_language(module)
     module = module.eval().requires_grad_(False).to(device)
@@ -310,14 +312,15 @@ def _without_quantization(config: PreTrainedConfig) -> None:
 
 
 def _read(
-    kind: type[PreTrainedModel], config: PreTrainedConfig, folder: str, dtype: torch.dtype, safetensors: bool
-) -> nn.Module:
+    kind: type[PreTrainedModel], config: PreTrainedConfig, folder: str, dtype: torch.dtype, safetensors: bool,
+    names: Mapping[str, str],
+) -> nn.Module:  # fmt: skip
     try:
         with quiet():
             read: Any = kind.from_pretrained
             model, report = read(
                 folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
-                use_safetensors=safetensors, weights_only=True,
+                use_safetensors=safetensors, weights_only=True, key_mapping=dict(names) or None,
             )  # fmt: skip
     except Exception as wrong:  # noqa: BLE001  # damaged files end in errors of many kinds
         reason = f"{type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}"

@@ -60,6 +60,8 @@ class Embedding(MatrixLayer):
 
 def _own_rows(stored: StoredMatrix, rows: Span, index: Tensor) -> Tensor:
     """Zeros where the vector lies on another rank."""
+    if rows.count == rows.whole:
+        return stored.take(index)
     at = index - rows.start
     is_elsewhere = (at < 0) | (at >= rows.count)
     return stored.take(at.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere[..., None], 0)
@@ -121,6 +123,8 @@ class Head(MatrixLayer):
     def _placed(self, logits: Tensor) -> Tensor:
         """Zeros where another rank computes."""
         rows = self.rows
+        if rows.count == rows.whole:
+            return logits
         return nn.functional.pad(logits, (rows.start, rows.whole - rows.start - rows.count))
 
     def slots(self) -> Iterator[Slot]:

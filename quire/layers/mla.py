@@ -40,6 +40,7 @@ class MlaKind:
     q_rank: int = 0  # 0: queries are not compressed
     bias: bool = False
     eps: float = 1e-6
+    latent_scale: float = 1.0  # of the compressed vector, behind its norm
 
 
 class LatentAttention(KVLayer):
@@ -102,7 +103,10 @@ class LatentAttention(KVLayer):
         if self.rope is not None and turn is not None:
             q_rope, k_rope = self.rope.turn(q_rope, turn), self.rope.turn(k_rope, turn)
         q = torch.cat((self._through(q_nope, carries, slice(0, kind.nope), out=False), q_rope), -1)
-        k = torch.cat((self.kv_norm(latent)[:, None], k_rope), -1)  # [T, 1, rank + rope]
+        latent = self.kv_norm(latent)
+        if kind.latent_scale != 1.0:
+            latent = latent * kind.latent_scale
+        k = torch.cat((latent[:, None], k_rope), -1)  # [T, 1, rank + rope]
         out = batch.plans[self.group].run(q, k, None, self.cache, scale=kind.scale, v_size=kind.kv_rank)
         out = self._through(out, carries, slice(kind.nope, None), out=True)
         return self.o(out.reshape(tokens, -1))

@@ -54,6 +54,7 @@ class MoeKind:
     latent: int = 0  # experts work on a projection of this width; 0: on the stream's own
     weigh_input: bool = False  # weights multiply what goes into an expert, not what comes out
     shared_bias: bool = False
+    identities: int = 0  # further choices, numbered after the experts: what goes in comes out
 
 
 class Experts(ExpertLayer):
@@ -199,7 +200,12 @@ class Moe(nn.Module):
         super().__init__()
         self.prefix, self.kind = prefix, kind
         self.router = Linear(
-            prefix, width, {"gate": kind.experts}, storage, bias=kind.router_bias, wide=kind.router_wide
+            prefix,
+            width,
+            {"gate": kind.experts + kind.identities},
+            storage,
+            bias=kind.router_bias,
+            wide=kind.router_wide,
         )
         between: Callable[[Tensor], Tensor] = (gated_on if kind.gated else plain_on)(act, storage.kernels)
         if kind.clamp:
@@ -216,7 +222,8 @@ class Moe(nn.Module):
         self.narrow, self.widen = narrow, None
         if kind.latent:
             self.widen = Linear(prefix, kind.latent, {"fc2_latent_proj": width}, storage)
-        self.select_bias = storage.parameter(kind.experts, dtype=torch.float32) if kind.select_bias else None
+        num_choices = kind.experts + kind.identities
+        self.select_bias = storage.parameter(num_choices, dtype=torch.float32) if kind.select_bias else None
         shared = kind.shared_ffn
         self.shared = None
         if shared:
@@ -227,6 +234,7 @@ class Moe(nn.Module):
         self._sum, self._sigmoid = storage.of(sum_choices), storage.of(sigmoid)
         self._norm_router = storage.of(norm_router)
         alone = self.shared is None and not kind.latent and not kind.weigh_input and not self.experts.is_summed
+        alone = alone and not kind.identities
         self.joins = self.router.is_plain and alone  # whether `join` and `in_parts` may be called; experts may be codes
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,6 +252,12 @@ class Moe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.choose(x)
+        unchanged: Tensor | None = None
+        if self.kind.identities:  # one of the token's experts is run in their place, and weighs nothing
+            is_expert = index < self.kind.experts
+            unchanged = x * weights.masked_fill(is_expert, 0).sum(-1, keepdim=True).to(x.dtype)
+            own = index.amin(-1, keepdim=True).clamp_max(self.kind.experts - 1)
+            weights, index = weights.masked_fill(~is_expert, 0), torch.where(is_expert, index, own)
         h = x if self.narrow is None else self.narrow(x)
         if self.kind.weigh_input:  # every pair of token and expert becomes a token of its own
             h = (h[:, None] * weights[..., None].to(h.dtype)).flatten(0, 1)
@@ -253,6 +267,8 @@ class Moe(nn.Module):
             out = self._sum(out.unflatten(0, (x.shape[0], -1)))
         if self.widen is not None:
             out = self.widen(out)
+        if unchanged is not None:
+            out = out + unchanged
         if self.shared is None:
             return out
         shared = self.shared(x)

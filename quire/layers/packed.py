@@ -27,6 +27,7 @@ class Texts:
     lens: tuple[int, ...]  # tokens of each text; none is empty
     type_ids: Tensor | None = None  # [T] int64: which part of a pair a token belongs to; None: all zero
     places: Tensor | None = None  # [T] int64: where in its text a token stands; None: not known yet
+    adapter_index: Tensor | None = None  # [T] int32: the slot of a token's adapter, 0: none; None: no text has one
 
     @classmethod
     def of(

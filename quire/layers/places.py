@@ -58,7 +58,9 @@ class AdapterPlace:
 
 
 class AdapterPlaces:
-    def __init__(self, model: nn.Module, table: WeightTable, *, most: int = 1, ends: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, table: WeightTable, *, most: int = 1, ends: int = 0, has_head: bool = True
+    ) -> None:
         """Of a pipeline stage, bounds of the whole model: `most` times what is here, and `ends` numbers that copies of
         its embedding and head may have."""
         self._table, self.most, self.ends = table, most, ends
@@ -70,7 +72,7 @@ class AdapterPlaces:
                 self._add_experts(module)
             elif isinstance(module, Embedding):  # its vectors are complete when an adapter adds to them
                 self._add(AdapterPlace(module.name, module, 0, module.rows.whole, module.rows.whole, module.width))
-            elif isinstance(module, Head):
+            elif isinstance(module, Head) and has_head:
                 own = module.rows
                 self._add(AdapterPlace(module.name, module, 0, own.count, own.whole, module.width, cut_to(0, [own])))
 
@@ -90,6 +92,10 @@ class AdapterPlaces:
     def lies_elsewhere(self, module: str) -> bool:
         """A module of another pipeline stage."""
         return self._table.lies_elsewhere(f"{module}.weight")
+
+    def is_unread(self, module: str) -> bool:
+        """A module whose weight no computation reads (keys and values of layers that borrow those of others)."""
+        return self._table.is_unread(f"{module}.weight")
 
     def canonical(self, module: str) -> str:
         return self._table.canonical(f"{module}.weight").removesuffix(".weight")

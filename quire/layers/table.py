@@ -45,10 +45,12 @@ class WeightTable:
         ignore: Sequence[str] = (),
         arrange: Arrange = lambda name, tensor: tensor,
         elsewhere: Callable[[str], bool] | None = None,  # whether a canonical name belongs to another stage; None: none
+        unread: Sequence[str] = (),  # patterns of weights that are ignored because no computation reads them
     ) -> None:
         self._slots = {slot.name: slot for slot in slots}
         self._names = [(re.compile(pattern), new) for pattern, new in names]
-        self._ignore = re.compile("|".join((*JUNK, *ignore)))
+        self._ignore = re.compile("|".join((*JUNK, *ignore, *unread)))
+        self._unread = re.compile("|".join(unread)) if unread else None
         self._arrange, self._elsewhere = arrange, elsewhere
         self._missing = dict.fromkeys(
             name for name, slot in self._slots.items() if not slot.fills and slot.target is not None
@@ -84,6 +86,10 @@ class WeightTable:
     def lies_elsewhere(self, name: str) -> bool:
         """On another stage: need not even be read. Any spelling; what follows a module's name does not matter."""
         return self._elsewhere is not None and self._elsewhere(self.canonical(name))
+
+    def is_unread(self, name: str) -> bool:
+        """A weight of the model that changes nothing, whatever it is."""
+        return self._unread is not None and self._unread.search(self.canonical(name)) is not None
 
     def ignores(self, name: str) -> bool:
         """Known to be in checkpoints and of no use: need not even be read."""

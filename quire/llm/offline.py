@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, Typ
 
 import msgspec
 
-from quire.engine.adapters import located, lora_request_of
+from quire.engine.adapters import located, pair_adapters
 from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.engine import LLMEngine
 from quire.llm.progress import Progress
@@ -102,7 +102,7 @@ class LLM:
         options: Options,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        adapters = pair_adapters(lora_request, len(prompts))
+        adapters = [None] * len(prompts) if lora_request is None else pair_adapters(lora_request, len(prompts))
         params = pair(
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
             len(prompts),
@@ -445,15 +445,6 @@ def pair(values: Any, num_prompts: int, kind: type[Item], name: str) -> list[Ite
     if wrong:
         raise InputError(f"{name} holds {wrong[0]!r}; every entry must be {kind.__name__}", param=name)
     return list(values)
-
-
-def pair_adapters(value: Any, num_prompts: int) -> list[LoRARequest | None]:
-    """One adapter for all prompts, or one for each, of which any may be None."""
-    if value is None or not isinstance(value, list | tuple):
-        return [None if value is None else lora_request_of(value)] * num_prompts
-    if len(value) != num_prompts:
-        raise InputError(f"{len(value)} lora_request were given for {num_prompts} prompts", param="lora_request")
-    return [None if one is None else lora_request_of(one) for one in value]
 
 
 def list_conversations(conversations: Any) -> list[Conversation]:

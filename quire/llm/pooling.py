@@ -15,6 +15,7 @@ import msgspec
 
 from quire.base.collector import no_collections
 from quire.base.registry import load
+from quire.engine.adapters import pair_adapters
 from quire.engine.inputs import Options
 from quire.llm.scoring import check_scoring, cosine, cross_prompts, floats, join_parts, max_sim, pair_up, texts_of
 from quire.schema.errors import InputError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from quire.engine.inputs import PreparedRequest
     from quire.llm.engine import Front
     from quire.llm.offline import LLM
+    from quire.schema.adapters import LoRARequest
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 Result = PoolingRequestOutput[PoolingOutput]
@@ -59,13 +61,15 @@ class PoolingCalls:
     ) -> list[Any]:  # fmt: skip
         """One result per prompt, as the worker made it, or what `made` makes of it."""
         each = self._params(params, len(prompts), task, keep)
-        return self._run_all([str(next(self._ids)) for _ in prompts], prompts, each, use_tqdm, options, made)
+        adapters = pair_adapters(options.lora_request, len(prompts))
+        return self._run_all(prompts, each, adapters, use_tqdm, options, made)
 
     def _run_all(
-        self, ids: Sequence[str], prompts: Sequence[Any], params: Sequence[PoolingParams], use_tqdm: Any,
-        options: Options, made: Callable[[Result], Any] | None = None,
+        self, prompts: Sequence[Any], params: Sequence[PoolingParams], adapters: Sequence[LoRARequest | None],
+        use_tqdm: Any, options: Options, made: Callable[[Result], Any] | None = None,
     ) -> list[Any]:  # fmt: skip
-        with no_collections(), TextsAhead(self._front, ids, prompts, params, options, self._step) as coming:
+        ids = [str(next(self._ids)) for _ in prompts]
+        with no_collections(), TextsAhead(self._front, ids, prompts, params, adapters, options, self._step) as coming:
             return self._run([], use_tqdm, coming, made)  # what is made stays until the call ends
 
     def _params(self, params: Params, count: int, task: str | None, keep: int | None) -> list[PoolingParams]:
@@ -113,11 +117,11 @@ class PoolingCalls:
         kwargs = options.tokenization_kwargs or {}
         read = pooling.tokenized([Prompt.of(prompt) for prompt in prompts], kwargs, is_cut=False)
         groups = [pooling.parts(pooling.token_ids(prompt, None, kwargs)[0]) for prompt in read]
-        all_parts = [(part, whole_params(one, len(parts)))
-                     for parts, one in zip(groups, each, strict=True) for part in parts]  # fmt: skip
-        ids = [str(next(self._ids)) for _ in all_parts]
-        results = iter(self._run_all(ids, [part for part, _ in all_parts], [one for _, one in all_parts],
-                                     use_tqdm, options))  # fmt: skip
+        adapters = pair_adapters(options.lora_request, len(prompts))
+        all_parts = [(part, whole_params(one, len(parts)), adapter)
+                     for parts, one, adapter in zip(groups, each, adapters, strict=True) for part in parts]  # fmt: skip
+        inputs, own_params, own_adapters = zip(*all_parts, strict=True) if all_parts else ((), (), ())
+        results = iter(self._run_all(inputs, own_params, own_adapters, use_tqdm, options))
         return [
             as_embedding(joined([next(results) for _ in parts], parts, one))
             for parts, one in zip(groups, each, strict=True)
@@ -156,15 +160,13 @@ class TextsAhead:
 
     def __init__(
         self, front: Front, ids: Sequence[str], prompts: Sequence[Any], params: Sequence[PoolingParams],
-        options: Options, step: tuple[int, int],
+        adapters: Sequence[LoRARequest | None], options: Options, step: tuple[int, int],
     ) -> None:  # fmt: skip
         """`step`: requests and tokens that a step holds at most."""
         self.total = len(prompts)
         self._front, self._options, self._step = front, options, step
-        self._left = iter([
-            _Chunk(ids[at : at + self.CHUNK], prompts[at : at + self.CHUNK], params[at : at + self.CHUNK])
-            for at in range(0, len(prompts), self.CHUNK)
-        ])  # fmt: skip
+        places = [slice(at, at + self.CHUNK) for at in range(0, len(prompts), self.CHUNK)]
+        self._left = iter([_Chunk(ids[one], prompts[one], params[one], adapters[one]) for one in places])
         self._tokenized = front.inputs.pooling.tokenized
         self._num_ready = self._num_tokens = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts ahead") if self.total > self.CHUNK else None
@@ -208,11 +210,13 @@ class TextsAhead:
         prompts = chunk.prompts if chunk.tokenizing is None else chunk.tokenizing.result()
         named = list(zip(chunk.ids, prompts, strict=True))
         ready: list[PreparedRequest] = []
-        for _, alike in groupby(range(len(named)), lambda index: id(chunk.params[index])):
+        for _, alike in groupby(range(len(named)), lambda i: (id(chunk.params[i]), id(chunk.adapters[i]))):
             of_one = list(alike)
-            ready += self._front.prepare_pooled(
-                named[of_one[0] : of_one[-1] + 1], chunk.params[of_one[0]], self._options
-            )
+            first, adapter = of_one[0], chunk.adapters[of_one[0]]
+            options = self._options
+            if adapter is not options.lora_request:
+                options = msgspec.structs.replace(options, lora_request=adapter)
+            ready += self._front.prepare_pooled(named[first : of_one[-1] + 1], chunk.params[first], options)
         self._num_ready += len(ready)
         self._num_tokens += sum(len(one.token_ids) for one in ready)
         return ready
@@ -222,6 +226,7 @@ class _Chunk(NamedTuple):
     ids: Sequence[str]
     prompts: Sequence[Any]
     params: Sequence[PoolingParams]
+    adapters: Sequence[LoRARequest | None]
     tokenizing: Future[list[Prompt]] | None = None  # the prompts with token ids
 
 

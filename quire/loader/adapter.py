@@ -245,7 +245,8 @@ class _AdapterNames:
             raise file.wrong("there are no tensors")
         # Their own stages check them.
         self.elsewhere = sorted(m for m in self._modules if places.find(m) is None and places.lies_elsewhere(m))
-        for module in self.elsewhere:
+        unread = [module for module in self._modules if places.find(module) is None and places.is_unread(module)]
+        for module in (*self.elsewhere, *unread):
             del self._modules[module]
 
     def pairs(self) -> list[AdapterPair]:

@@ -20,7 +20,7 @@ from quire.models.build import read_arch
 from quire.models.mrope import VisionGrid, mrope
 from quire.ops.op import Kernels
 from quire.schema.errors import NotBuiltError
-from quire.schema.media import ArrayData, MediaItem
+from quire.schema.media import KEPT, ArrayData, MediaItem
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -38,7 +38,12 @@ class TowerEncoder:
         self._per_second = vision.get("tokens_per_second")
 
     def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
-        return self._tower.encode(modality, arrays)
+        vectors = self._tower.encode(modality, arrays)
+        if (numbers := arrays.get(KEPT)) is None:
+            return vectors
+        if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= len(vectors)):
+            raise ValueError(f"the item has {len(vectors)} vectors, of which {int(numbers.max())} is to be kept")
+        return vectors[numbers]
 
     def reload(self, other: TowerEncoder) -> None:
         """Take another's weights, in place."""
@@ -59,8 +64,9 @@ class TowerEncoder:
             interval = float(self._per_second) * float(seconds[0])
         height, width = height // self._merge, width // self._merge
         runs = list(runs_of_vectors(item))
+        numbers = _array(item.arrays[KEPT]) if KEPT in item.arrays else None
         if len(runs) == 1:
-            return [VisionGrid(runs[0][0], (frames, height, width), interval)]
+            return [VisionGrid(runs[0][0], (frames, height, width), interval, numbers)]
         if any(last - first != height * width for first, last in runs):
             raise ValueError(f"frames of {height} x {width} vectors stand at {runs[:4]}")
         return [VisionGrid(first, (1, height, width)) for first, _ in runs]  # frames with text between them

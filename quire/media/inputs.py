@@ -22,7 +22,7 @@ from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
 from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of
 from quire.media.families import family_name, make_family
-from quire.media.families.base import BESIDE, TOKENS, Family, ProcessedItem
+from quire.media.families.base import BESIDE, TOKENS, Family, ProcessedItem, array_data
 from quire.media.settings import ProcessorFiles
 from quire.media.sources import MediaSources
 from quire.media.workers import MediaWorkers
@@ -31,13 +31,15 @@ from quire.schema.media import ArrayData, MediaItem
 
 if TYPE_CHECKING:
     from quire.config import ModelConfig, MultiModalConfig
+    from quire.media.shared_cache import SharedCache
 
 DEFAULT_LIMIT = 999
 MODALITIES = ("image", "video", "audio")
 _LONGEST_UUID = 512
 _MOST_PIXELS = 1 << 24  # that a prompt may ask an image to be resized to
 _OF_THE_MODEL = frozenset((
-    "patch_size", "temporal_patch_size", "merge_size", "spatial_merge_size", "crop_size", "max_image_size",
+    "patch_size", "temporal_patch_size", "merge_size", "spatial_merge_size", "merge_kernel_size", "pad_input",
+    "crop_size", "max_image_size",
     "image_grid_pinpoints", "feature_size", "n_fft", "hop_length", "win_length", "chunk_length", "sampling_rate",
     "mel_min_frequency", "mel_max_frequency", "preemphasis", "audio_compression_rate", "audio_downsample_rate",
     "audio_feat_stride", "frame_length_ms", "hop_length_ms", "min_frequency", "max_frequency", "mel_floor",
@@ -94,7 +96,8 @@ class MediaInputs:
         self.modalities = tuple(one for one in family.placeholders if one in modalities)
         self.max_vectors = max_vectors  # of all items of a prompt
         self.hidden_size = hidden_size  # of the language model
-        self.cache = ProcessorCache(int(options.mm_processor_cache_gb * (1 << 30)))
+        self.cache = _cache(options)
+        family.video_pruning_rate = options.video_pruning_rate or 0.0
         self.workers = workers or MediaWorkers()
         self._uses_uuids = has_prefix_cache or self.cache.max_bytes > 0
 
@@ -284,6 +287,18 @@ class MediaInputs:
 
     def close(self) -> None:
         self.workers.close()
+        if not isinstance(self.cache, ProcessorCache):
+            self.cache.close()
+
+
+def _cache(options: MultiModalConfig) -> ProcessorCache | SharedCache:
+    most = int(options.mm_processor_cache_gb * (1 << 30))
+    if options.mm_processor_cache_type == "lru" or not most:
+        return ProcessorCache(most)
+    from quire.media.shared_cache import SharedCache, shared_memory  # lazy
+
+    descriptor = shared_memory(most) if options.shared_memory is None else options.shared_memory
+    return SharedCache(descriptor, options.mm_shm_cache_max_object_size_mb << 20)
 
 
 def _media_item(loaded: LoadedItem, modality: str, offset: int, length: int, mask: bytes) -> MediaItem:
@@ -303,14 +318,6 @@ def _with_tokens(item: MediaItem, ids: Sequence[int]) -> MediaItem:
 
 def _sent(item: ProcessedItem) -> dict[str, ArrayData]:
     return {name: array if isinstance(array, ArrayData) else array_data(array) for name, array in item.arrays.items()}
-
-
-def array_data(array: Any) -> ArrayData:
-    import numpy as np  # lazy
-
-    little = np.ascontiguousarray(array)
-    little = little.astype(little.dtype.newbyteorder("<"), copy=False)
-    return ArrayData(shape=tuple(map(int, array.shape)), dtype=str(array.dtype.name), data=little.tobytes())
 
 
 def _check_request(options: Mapping[str, Any]) -> None:

@@ -284,6 +284,28 @@ def rounded_size(size: Size, factor: int, fewest: int, most: int, *, frames: int
     return tall, wide
 
 
+def least_changed(frames: Array, side: int, depth: int, rate: float) -> Array:
+    """Squares of a video's frames without those that change least: their numbers, frame by frame, row by row.
+
+    (frames, channels, height, width) of bytes. A square has `side` pixels and `depth` frames and is compared with the
+    one before it; those of the first frames are kept. Of all squares, `rate` are left out, or as many as may be."""
+    import numpy as np  # lazy
+
+    num, channels, height, width = frames.shape
+    rows, columns, each = height // side, width // side, (height // side) * (width // side)
+    changes = np.full((-(-num // depth), rows, columns), np.inf)
+    for group in range(1, len(changes)):
+        changes[group] = 0
+        for frame in range(group * depth, (group + 1) * depth):
+            ours, before = (frames[min(at, num - 1)].astype(np.int16) for at in (frame, frame - depth))
+            squares = np.abs(ours - before).reshape(channels, rows, side, columns, side)
+            changes[group] += squares.sum((0, 2, 4), dtype=np.int64)
+    total = changes.size
+    most = max(each, int(total * (1 - rate)))
+    order = np.argsort(-changes.reshape(-1), kind="stable")
+    return np.sort(order[:most]).astype(np.int64)
+
+
 def patches(frames: Array, patch: int, merge: int, depth: int) -> tuple[Array, tuple[int, int, int]]:
     """(frames, channels, height, width) -> flat patches in the order of the merged grid, and the grid (t, h, w). The
     last frame is repeated up to a multiple of `depth`."""

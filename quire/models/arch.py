@@ -53,6 +53,7 @@ class Mla:
     rope: int
     value: int
     q_rank: int = 0  # 0: queries are not compressed
+    latent_scale: float = 1.0  # of what keys and values are computed from
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Arch:
     # names and layouts of its checkpoints
     names: tuple[tuple[str, str], ...] = ()  # (pattern, canonical), applied in order
     ignore: tuple[str, ...] = ()  # patterns of checkpoint tensors that are not loaded
+    unread: tuple[str, ...] = ()  # likewise, of weights that no computation reads: an adapter of them changes nothing
     state_layout: str = ""  # '' | per_key_head: rows of a delta net's fused projections are ordered by key head
     qkv_layout: str = ""  # rows of a fused qkv: '' q, k, v | per_head (q k v)* | per_group (q.. k v)* | qvk_in_four
     up_first: bool = False  # rows of a fused gate_up_proj: those of up come first

@@ -383,10 +383,41 @@ class SharedBlock(SingleBlock):
         return x, self.attn(self.norm(x + self.use(x, batch, rotary)), batch, rotary)
 
 
+class ShortcutBlock(nn.Module):
+    """Norm, attention, norm and mlp, twice; experts read what the first mlp reads, and are added at the end."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__()
+        layer, prefix = arch.layers[index], f"model.layers.{index}."
+        self.first, self.second = (HalfBlock(arch, layer, prefix, i, rope, storage) for i in (0, 1))
+        self.mlp = mlp_of(arch, layer, f"{prefix}mlp.", storage)
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        h, x = self.first.attend(x, delta, batch, rotary)
+        aside = self.mlp(h)
+        h, x = self.second.attend(x, self.first.mlp(h), batch, rotary)
+        return x, self.second.mlp(h) + aside
+
+
+class HalfBlock(nn.Module):
+    def __init__(self, arch: Arch, layer: Layer, prefix: str, number: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__()
+        self.attn = _attention(arch, layer, f"{prefix}self_attn.{number}.", rope, storage)
+        self.mlp = mlp_of(arch, replace(layer, moe=False), f"{prefix}mlps.{number}.", storage)
+        self.before_attn = Norm(f"{prefix}input_layernorm.{number}", (arch.width,), arch.norm, storage)
+        self.before_mlp = Norm(f"{prefix}post_attention_layernorm.{number}", (arch.width,), arch.norm, storage)
+
+    def attend(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Tensor]:
+        """What the mlp reads, and the stream."""
+        h, x = self.before_attn.add(x, delta)
+        return self.before_mlp.add(x, self.attn(h, batch, rotary))
+
+
 BLOCKS = {
     "pre": DecoderBlock, "post": DecoderBlock, "sandwich": DecoderBlock, "pre_post": DecoderBlock,
     "pre_mlp": DecoderBlock, "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock,
-    "shared": SharedBlock, "altup": AltUpBlock, "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
+    "shared": SharedBlock, "altup": AltUpBlock, "shortcut": ShortcutBlock, "cross_pre": CrossBlock,
+    "cross_after": CrossAfterBlock,
 }  # fmt: skip
 
 
@@ -439,7 +470,7 @@ def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage
         m, scale = arch.mla, layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5
         latent = MlaKind(
             heads=arch.heads, kv_rank=m.kv_rank, nope=m.nope, rope=m.rope, value=m.value, scale=scale,
-            q_rank=m.q_rank, bias=arch.qkv_bias,
+            q_rank=m.q_rank, bias=arch.qkv_bias, latent_scale=m.latent_scale,
         )  # fmt: skip
         return LatentAttention(prefix, arch.width, latent, rope, storage)
     return Attention(prefix, arch.width, attention_kind(arch, layer), rope, storage)

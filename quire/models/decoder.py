@@ -360,7 +360,7 @@ class Decoder(nn.Module):
         ignore = (*arch.ignore, r"^lm_head\.weight$") if arch.tie else arch.ignore
         return WeightTable.of(
             self, names=(*arch.names, *COMMON_NAMES), ignore=ignore, arrange=arrange_for(arch),
-            elsewhere=self.stage.elsewhere(arch),
+            elsewhere=self.stage.elsewhere(arch), unread=arch.unread,
         )  # fmt: skip
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

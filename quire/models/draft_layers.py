@@ -325,6 +325,7 @@ class MtpKind:
     states_first: bool = False  # in the input of the projection
     end_norm: str = "shared_head.norm"  # '': the model's own final norm
     dense: bool = False  # no experts in its layer
+    order: str = ""  # of the layer's norms; '': as in the model's own
     ignore: tuple[str, ...] = ()
 
 
@@ -347,12 +348,32 @@ _ERNIE = MtpKind(
     ),
     end_norm="", dense=True,
 )  # fmt: skip
+_QWEN_NEXT = MtpKind(
+    names=(
+        (r"^(model\.)?mtp\.pre_fc_norm_embedding\.", "model.layers.{n}.enorm."),
+        (r"^(model\.)?mtp\.pre_fc_norm_hidden\.", "model.layers.{n}.hnorm."),
+        (r"^(model\.)?mtp\.fc\.", "model.layers.{n}.eh_proj."),
+        (r"^(model\.)?mtp\.norm\.", "model.layers.{n}.shared_head.norm."),
+        (r"^(model\.)?mtp\.layers\.0\.", "model.layers.{n}."),
+    ),
+)  # fmt: skip
+_LONGCAT = MtpKind(
+    names=(
+        (r"^model\.mtp\.layers\.0\.([eh]norm)\.m\.", r"model.layers.{n}.\1."),
+        (r"^model\.mtp\.layers\.0\.transformer_layer\.", "model.layers.{n}."),
+        (r"^model\.mtp\.layers\.0\.", "model.layers.{n}."),
+        (r"^model\.mtp\.norm\.", "model.layers.{n}.shared_head.norm."),
+    ),
+    dense=True, order="pre",
+)  # fmt: skip
 MTP = {
     **dict.fromkeys(
         ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM",
          "GlmMoeDsaForCausalLM"), _DEEPSEEK),
     "MiMoForCausalLM": _MIMO,
     "Ernie4_5_MoeForCausalLM": _ERNIE,
+    **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), _QWEN_NEXT),
+    "LongcatFlashForCausalLM": _LONGCAT,
 }  # fmt: skip
 
 
@@ -369,7 +390,8 @@ class Mtp(FeatureDrafter):
                 f"{_PLACE}: method 'mtp' is built for {', '.join(MTP)}, and this model is {name}", param=_PLACE
             )
         kind, n = MTP[name], len(arch.layers)
-        own: Layer = replace(arch.layers[-1], moe=arch.layers[-1].moe and not kind.dense)
+        like = next(layer for layer in reversed(arch.layers) if layer.mixer == "attention")  # beside states, too
+        own: Layer = replace(like, moe=like.moe and not kind.dense, order=kind.order)
         arch = replace(arch, layers=(*arch.layers, own))
         super().__init__(arch, range(n, n + 1), target, storage, max_model_len)
         prefix, width = f"model.layers.{n}.", arch.width

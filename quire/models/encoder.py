@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from quire.quant.plain import plain_storage
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError, InputError
 
+if TYPE_CHECKING:
+    from quire.layers.adapters import StepAdapters
+
 
 @dataclass(frozen=True)
 class EncoderArch:
@@ -55,6 +58,7 @@ class Encoder(nn.Module):
     def __init__(self, arch: EncoderArch, storage: Storage, *, max_model_len: int) -> None:
         super().__init__()
         self.arch, self.storage, core = arch, storage, arch.core
+        self.adapters: StepAdapters | None = None  # unless the engine serves adapters
         width, inner = core.width, core.embed_width or core.width
         self.embed = Embedding("model.embed_tokens", core.vocab, inner, storage, scale=core.embed_scale)
         self.stem = AudioStem("model.", arch.bins, width, storage) if arch.bins else None
@@ -91,6 +95,8 @@ class Encoder(nn.Module):
     @torch.no_grad()
     def forward(self, texts: Texts) -> Tensor:
         """Hidden states [T, width]."""
+        if self.adapters is not None:
+            self.adapters.begin(texts.adapter_index)
         positions = self._positions(texts)
         return self._through(self._embedded(texts, positions), texts.token_ids, positions, texts.lens)
 
@@ -136,7 +142,7 @@ class Encoder(nn.Module):
             token_ids=token_ids, positions=positions, logit_index=positions[:0], num_tokens=len(positions),
             plans=[WithinPlan(lens, window) for window in self.windows],
         )  # fmt: skip
-        if any(self._hooks):
+        if any(self._hooks) or (self.adapters is not None and self.adapters.rows is not None):
             batch = vetoed(batch)
         rotaries, delta = [rope(positions) for rope in self.ropes], None
         for layer, which in zip(self.layers, self.rope_of, strict=True):

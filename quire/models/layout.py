@@ -32,6 +32,8 @@ def arrange_for(arch: Arch) -> Arrange:
             tensor = tensor.flatten()  # some store one row of them
         if arch.fold:
             tensor = _folded(name, tensor, arch)
+        if arch.moe is not None and arch.moe.identities and tensor.ndim == 3 and ".experts." in name:
+            tensor = tensor[: arch.moe.experts]  # choices that are no experts have rows, too
         if arch.expert_layout and ".experts." in name:
             tensor = _transposed_experts(name, tensor, arch.expert_layout)
         return tensor

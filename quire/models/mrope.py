@@ -20,22 +20,24 @@ class VisionGrid(NamedTuple):
     start: int  # first position
     shape: tuple[int, int, int]  # time, height, width, after merging
     interval: float = 1.0  # positions of the time channel between two frames
+    numbers: np.ndarray | None = None  # of the vectors that the prompt has, in their order; None: all of them
 
 
 def mrope(length: int, grids: Sequence[VisionGrid]) -> tuple[np.ndarray, int]:
     """[3, length] int64, and the shift of positions from `length` on. Grids are in the order of their positions."""
     known = np.empty((CHANNELS, length), np.int64)
     at = now = 0  # position in the prompt, and what the channels have come to
-    for start, (frames, height, width), interval in grids:
+    for start, (frames, height, width), interval, numbers in grids:
         known[:, at:start] = np.arange(start - at) + now
         now += start - at
-        end = start + frames * height * width
+        end = start + (frames * height * width if numbers is None else len(numbers))
         if end > length:
-            raise ValueError(f"an item has {frames} x {height} x {width} vectors from position {start} on, and the "
-                             f"prompt {length} tokens")  # fmt: skip
+            raise ValueError(f"an item of {frames} x {height} x {width} vectors has {end - start} from position "
+                             f"{start} on, and the prompt {length} tokens")  # fmt: skip
         steps = (np.arange(frames) * interval).astype(np.int64)
         where = np.meshgrid(steps, np.arange(height), np.arange(width), indexing="ij")
-        known[:, start:end] = np.stack(where).reshape(CHANNELS, -1) + now
+        places = np.stack(where).reshape(CHANNELS, -1)
+        known[:, start:end] = (places if numbers is None else places[:, numbers]) + now
         at, now = end, now + max(height, width)
     known[:, at:] = np.arange(length - at) + now
     return known, now - at

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from quire.sched.adapter import LoadedAdapter
 from quire.sched.kv_cache import Holding
 from quire.sched.repetition import Repetition
-from quire.schema.media import MediaItem
+from quire.schema.media import KEPT, MediaItem
 from quire.schema.messages import EngineRequest, FinishReason
 from quire.schema.params import PoolingParams, sampling_of
 from quire.schema.stats import RequestTimes
@@ -144,7 +144,8 @@ class Request:
 def described(media: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
     """Without the arrays that only an encoder reads."""
     return tuple([
-        replace(item, arrays={name: array for name, array in item.arrays.items() if len(array.data) <= SMALL})
+        replace(item, arrays={name: array for name, array in item.arrays.items()
+                              if name == KEPT or len(array.data) <= SMALL})
         for item in media
     ])  # fmt: skip
 

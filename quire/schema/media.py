@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+KEPT = "kept_vectors"  # the array of an item that has some of its encoder's vectors only: their numbers
+
 
 class ArrayData(msgspec.Struct, frozen=True):
     """An array as bytes."""

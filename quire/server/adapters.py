@@ -1,4 +1,5 @@
-"""ServerAdapters: adapters of a server: those of --lora-modules, those loaded and unloaded over HTTP, those resolved.
+"""ServerAdapters: adapters of a server: those of --lora-modules and --default-mm-loras, those loaded and unloaded over
+HTTP, those resolved.
 
 In: names and folders. Out: entries of the table of served names (served.py), once the engine has read and checked the
 files; the routes /v1/load_lora_adapter and /v1/unload_lora_adapter, where ALLOW_RUNTIME_LORA_UPDATING is set. One load
@@ -20,7 +21,7 @@ from starlette.responses import PlainTextResponse
 
 from quire.base import env
 from quire.base.log import logger
-from quire.engine.adapters import NOT_ENABLED, absolute
+from quire.engine.adapters import NOT_ENABLED, absolute, media_adapters
 from quire.schema.adapters import LoRARequest
 from quire.schema.errors import ConfigError, InputError, ModelNotFoundError
 from quire.server.errors import ERROR_RESPONSES
@@ -61,6 +62,15 @@ class ServerAdapters:
             except InputError as wrong:
                 raise ConfigError(f"lora_modules: {wrong}", param="lora_modules") from None
 
+    async def load_media_adapters(self) -> None:
+        """Those of default_mm_loras, which requests get by the media that they bring; `model` may name them too."""
+        lora = self._served.base.config.lora_config
+        for kind, adapter in media_adapters(None if lora is None else lora.default_mm_loras).items():
+            try:
+                await self.load(kind, adapter.lora_path, lora_id=adapter.lora_int_id)
+            except InputError as wrong:
+                raise ConfigError(f"default_mm_loras: {wrong}", param="default_mm_loras") from None
+
     async def load(
         self, name: str, path: str, *, base: str | None = None, load_inplace: bool = False, lora_id: int | None = None
     ) -> ServedModel:
@@ -73,6 +83,8 @@ class ServerAdapters:
                     f"{num_adapters} adapters are loaded and a server has {MOST_ADAPTERS} at most: unload one first",
                     param="lora_name",
                 )
+            if known is not None and load_inplace:
+                self._check_changeable(name)
             if known is not None and (known.adapter is None or not load_inplace):
                 kind = "a base model" if known.adapter is None else "an adapter; load_inplace replaces it"
                 raise InputError(
@@ -107,9 +119,20 @@ class ServerAdapters:
             known = dict(self._served.entries()).get(name)
             if known is None or known.adapter is None:
                 raise ModelNotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name", value=name)
+            self._check_changeable(name)
             self._served.remove(name)
             await known.engine.remove_lora(known.adapter_id)
             log.info("LoRA adapter %r was unloaded", name)
+
+    def _check_changeable(self, name: str) -> None:
+        """Requests get adapters of default_mm_loras by their folder, whatever is loaded under the name."""
+        lora = self._served.base.config.lora_config
+        if lora is not None and name in (lora.default_mm_loras or {}):
+            raise InputError(
+                f"The lora adapter '{name}' is one of default_mm_loras: it cannot be replaced or unloaded",
+                param="lora_name",
+                value=name,
+            )
 
     async def find(self, name: str | None) -> ServedModel:
         """What the table says; an unknown name may be an adapter that a resolver finds."""

@@ -121,9 +121,10 @@ class Host:
         self._ending: asyncio.Task[None] | None = None
 
     async def _load_adapters(self) -> bool:
-        """Those of --lora-modules; False: one of them cannot be loaded, which the log says."""
+        """Those that the options name; False: one of them cannot be loaded, which the log says."""
         try:
             await self.state.adapters.load_modules(read_modules(self.state.options.lora_modules))
+            await self.state.adapters.load_media_adapters()
         except InputError as wrong:
             log.error("%s", wrong)
             self.status = ENGINE_DIED

@@ -29,7 +29,7 @@ from quire.engine.client import EngineClient
 from quire.engine.connect import start_several
 from quire.engine.process_client import Begun, ProcessClient
 from quire.schema.errors import ConfigError
-from quire.server.starting import open_engine, say_ready, start_errors
+from quire.server.starting import failures_told, open_engine, say_ready, start_errors
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -84,7 +84,8 @@ def _serve_alone(
     try:
         from quire.server.host import run  # lazy
 
-        status: int = run(engine, options, opened, say)
+        with failures_told(engine.front.client) as passed_on:
+            status: int = passed_on(run(engine, options, opened, say))
     finally:
         engine.shutdown()
     return status

@@ -1,4 +1,5 @@
-"""What every process of a server does when it starts: open the engine, say why that failed, tell that all is ready.
+"""What every process of a server does when it starts: open the engine, say why that failed, tell that all is ready. And
+what whoever started the engines does at the end of a server that failed: tell their machines that this is no shutdown.
 
 Must not know: sockets, which processes there are.
 """
@@ -7,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from quire.base.clock import Laps
 from quire.base.log import logger
-from quire.schema.errors import QuireError
+from quire.engine.client import EngineClient, PlacingClient
+from quire.schema.errors import QuireError, message_of
 from quire.schema.messages import EngineReady
 
 if TYPE_CHECKING:
@@ -47,6 +49,28 @@ def start_errors() -> Iterator[None]:
         raise StartError(
             f"the engine could not start: {type(failed).__name__}: {failed} ({_remedy(failed)})"
         ) from failed
+
+
+@contextlib.contextmanager
+def failures_told(client: EngineClient) -> Iterator[Callable[[int], int]]:
+    """For what a server does with its engines. Other machines that have some of them are told why it cannot go on: the
+    error that leaves this block, or a status that is not 0, which whoever gets one passes on by this."""
+
+    def tell(reason: str) -> None:
+        if isinstance(client, PlacingClient):
+            client.begin_close(reason)
+
+    def passed_on(status: int) -> int:
+        if status:
+            dead = client.dead
+            tell(f"it ended with status {status}; its log says why" if dead is None else dead.reason)
+        return status
+
+    try:
+        yield passed_on
+    except Exception as failed:
+        tell(f"it could not go on: {message_of(failed)}")
+        raise
 
 
 def _remedy(failed: Exception) -> str:

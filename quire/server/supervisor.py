@@ -26,10 +26,10 @@ from quire.base.procs import Child
 from quire.engine.connect import start_several
 from quire.engine.process_client import Begun, Mailbox, ProcessClient, for_children
 from quire.engine.several import SeveralEngines
-from quire.schema.errors import EngineDeadError, message_of
+from quire.schema.errors import EngineDeadError
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret
-from quire.server.starting import StartError, say_ready, start_errors
+from quire.server.starting import StartError, failures_told, say_ready, start_errors
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -49,28 +49,26 @@ def supervise(
 ) -> int:  # fmt: skip
     client, engines = _start_engines(config, begun)
     try:
-        supervisor = Supervisor(client, engines, options, config, opened)
-        try:
-            are_known = not config.parallel_config.num_engines_elsewhere
-            if are_known:
-                supervisor.start()  # they import and read the tokenizer while the engine loads
-            with start_errors():
-                ready = client.wait_ready()
-            client.stream(_Nobody())
-            if not are_known:  # where engines of other machines are is known once they are ready
-                supervisor.start()
-            laps.mark("engine")
+        with failures_told(client) as passed_on:
+            supervisor = Supervisor(client, engines, options, config, opened)
+            try:
+                are_known = not config.parallel_config.num_engines_elsewhere
+                if are_known:
+                    supervisor.start()  # they import and read the tokenizer while the engine loads
+                with start_errors():
+                    ready = client.wait_ready()
+                client.stream(_Nobody())
+                if not are_known:  # where engines of other machines are is known once they are ready
+                    supervisor.start()
+                laps.mark("engine")
 
-            def say() -> None:
-                laps.mark("http")
-                say_ready(config, options, ready, url, laps)
+                def say() -> None:
+                    laps.mark("http")
+                    say_ready(config, options, ready, url, laps)
 
-            return supervisor.run(say)
-        finally:
-            supervisor.end()
-    except Exception as failed:
-        client.begin_close(f"it could not go on: {message_of(failed)}")
-        raise
+                return passed_on(supervisor.run(say))
+            finally:
+                supervisor.end()
     finally:
         client.close()
 
@@ -84,6 +82,18 @@ def _start_engines(
         return client, [client]
     several = start_several(config, begun=begun, shared=True)
     return several, [one for one in several.members if isinstance(one, ProcessClient)]
+
+
+def _with_media_memory(config: EngineConfig) -> tuple[EngineConfig, tuple[int, ...]]:
+    """Memory for processed media that all API processes share, where that is asked for, and its descriptor."""
+    options = config.model_config.multimodal_config
+    if options is None or options.mm_processor_cache_type != "shm" or not options.mm_processor_cache_gb:
+        return config, ()
+    from quire.config import replace  # lazy
+    from quire.media.shared_cache import shared_memory  # lazy
+
+    descriptor = shared_memory(int(options.mm_processor_cache_gb * (1 << 30)))
+    return replace(config, **{"model_config.multimodal_config.shared_memory": descriptor}), (descriptor,)
 
 
 class _Nobody:
@@ -116,7 +126,7 @@ class Supervisor:
         self._client = client
         self._engines = engines
         self._options = options
-        self._config = config
+        self._config, self._media_memory = _with_media_memory(config)
         self._opened = opened
         self._metrics_folder = os.path.join(engines[0].mailbox.folder, "metrics")
         os.mkdir(self._metrics_folder, 0o700)
@@ -144,7 +154,7 @@ class Supervisor:
             "options": self._options,
             "config": for_children(self._config),
         }
-        keep = (*(one.life for one in engines), self._opened.fileno(), written)
+        keep = (*(one.life for one in engines), self._opened.fileno(), written, *self._media_memory)
         name = f"API process {number}"
         child = Child(API_MAIN, msgspec.msgpack.encode(boot), name=name, keep=keep, keep_env=_TRACING)
         os.close(written)
@@ -169,6 +179,8 @@ class Supervisor:
         """Whatever still runs is made to leave."""
         for api in list(self._apis.values()):
             self._drop(api)
+        for descriptor in self._media_memory:
+            os.close(descriptor)
 
     def _drop(self, api: _Api) -> None:
         del self._apis[api.number]

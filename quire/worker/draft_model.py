@@ -1,9 +1,10 @@
 """DraftModel (method draft_model): a smaller model of the same vocabulary says what the text goes on with.
 
 It reads every token that the text has and continues it, all rows together, one token after another; on a device of its
-own by steps of a runner, so that each is launched before the one before it has ended. What it has not seen (a prompt,
-tokens that it did not draft) it catches up on when it drafts next. Must not know: what verifies its drafts, or whether
-they are worth it.
+own by steps of a runner, so that each is launched before the one before it has ended. A model that is trained for it
+drafts all tokens in one pass, reading a token of its own in the place of those to come (parallel drafting). What it has
+not seen (a prompt, tokens that it did not draft) it catches up on when it drafts next. Must not know: what verifies its
+drafts, or whether they are worth it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +34,11 @@ class DraftModel:
         max_num_batched_tokens: int,
         choice: DraftChoice,
         runner: ModelRunner | None = None,
+        unknown_token: int | None = None,
     ) -> None:
         """`runner`: of the model, over the rows of the memory, where a device computes. Its sampler is told of no row,
-        so it is greedy."""
+        so it is greedy. `unknown_token`: stands for tokens to come; None: they are drafted one after another."""
+        self._unknown_token = unknown_token
         self._model, self._memory, self._most_tokens = model, memory, max_num_batched_tokens
         self.choice, self._runner = choice, runner
 
@@ -71,12 +75,30 @@ class DraftModel:
         for name, length in zip(names, lengths, strict=True):  # its last token is always computed: it says what follows
             memory.computed[name] = min(memory.computed[name], length - 1)
         self._catch_up(names, lengths)
+        if self._unknown_token is not None:
+            return self._at_once(names, lengths, count, self._unknown_token)
         if self._runner is None:
             drafts = self._compute(names, lengths, count)
         else:
             drafts = self._launch(names, lengths, count, self._runner)
         memory.drafted.update(drafts)
         return drafts
+
+    def _at_once(self, names: list[str], lengths: list[int], count: int, unknown: int) -> dict[str, list[int]]:
+        """All in one pass. What it computes behind the text is for tokens that are not there, and is forgotten."""
+        memory, choose = self._memory, self.choice.of(names, lengths)
+        rows, places = memory.places(names, lengths)
+        for i in range(count - 1):
+            memory.rows.tokens[rows, places + i] = unknown
+        starts = [memory.computed[name] for name in names]
+        batch = memory.batch(names, [length + count - 1 for length in lengths])
+        ends = np.cumsum([length + count - 1 - start for start, length in zip(starts, lengths, strict=True)])
+        index = (torch.from_numpy(ends)[:, None] + torch.arange(-count, 0)).flatten().to(rows.device)
+        logits = self._model.narrow_logits(self._model.forward(batch).index_select(0, index))
+        of_rows = logits.unflatten(0, (len(names), count))
+        chosen = [choose(of_rows[:, i], None) for i in range(count)]
+        memory.computed.update(zip(names, lengths, strict=True))
+        return dict(zip(names, torch.stack(chosen, 1).tolist(), strict=True))
 
     def _compute(self, names: list[str], lengths: list[int], count: int) -> dict[str, list[int]]:
         memory, choose, tokens = self._memory, self.choice.of(names, lengths), self._memory.rows.tokens

@@ -45,7 +45,7 @@ def draft_as_configured(
     proposer = make_proposer(config) if drafter is None else drafter.proposer(runner.kv.layout, max_model_len)
     inner = None if drafter is None else drafter.inner_states()
     if not config.adaptive:
-        _start(runner, Drafts(proposer, runner.rows, most), inner)
+        _start(runner, Drafts(proposer, runner.rows, most), inner, config)
         return
     lengths = DraftLengths(config)
     step_seconds = measure(runner, lengths, most, max_model_len, clock)
@@ -53,11 +53,14 @@ def draft_as_configured(
     if isinstance(proposer, ModelProposer):
         pass_cost = probe_drafter(proposer, clock) / max(1e-9, step_seconds)
         priced = proposer, DraftBudget(lengths, pass_cost, step_seconds if lengths.costs.is_fixed else 0.0)
-    _start(runner, Drafts(proposer, runner.rows, most, lengths, priced, clock), inner)
+    _start(runner, Drafts(proposer, runner.rows, most, lengths, priced, clock), inner, config)
 
 
-def _start(runner: ModelRunner, drafts: Drafts, inner: Callable[[int], Tensor] | None) -> None:
+def _start(
+    runner: ModelRunner, drafts: Drafts, inner: Callable[[int], Tensor] | None, config: SpeculativeConfig
+) -> None:
     drafts.inner_states = inner
+    drafts.invented = config.synthetic_acceptance_rates
     runner.draft_with(drafts)
 
 

@@ -60,9 +60,14 @@ class Drafter:
         device: torch.device,
         *,
         drawn_vocab: int = 0,
+        captured: bool = True,
+        unknown_token: int | None = None,
     ) -> None:
         """`config`: the drafter's own; of method mtp that of the model. `target`: the model that is drafted for.
-        `drawn_vocab`: its tokens, if drafts are drawn from distributions over them; 0: they are the best."""
+        `drawn_vocab`: its tokens, if drafts are drawn from distributions over them; 0: they are the best. `captured`:
+        a draft model's passes may be graphs. `unknown_token`: it drafts all tokens in one pass, and this stands for
+        those to come."""
+        self._captured, self._unknown_token = captured, unknown_token
         self.model, self._config, self._parts, self._device = model, config, parts, device
         self._drawn_vocab, self._taps = drawn_vocab, self._tap(target)
         self.specs: tuple[KVSpec, ...] = ()
@@ -93,8 +98,10 @@ class Drafter:
         memory = self._memory(self.model, layout, max_model_len)
         if isinstance(self.model, FeatureDrafter):
             return FeatureProposer(self.model, memory, self._most_tokens, self._choice())
-        runner = None if memory.inputs is None else self._runner(self.model, memory, memory.inputs)
-        return DraftModel(self.model, memory, self._most_tokens, self._choice(), runner)
+        runner = None
+        if memory.inputs is not None and self._unknown_token is None:
+            runner = self._runner(self.model, memory, memory.inputs)
+        return DraftModel(self.model, memory, self._most_tokens, self._choice(), runner, self._unknown_token)
 
     @property
     def _most_tokens(self) -> int:
@@ -135,7 +142,7 @@ class Drafter:
         rows, backend, capturer = memory.rows, memory.backend, Capturer(self._device)
         sampler = Sampler(self._config, model.arch.vocab, rows.tokens)
         runner = ModelRunner(model, rows, sampler, backend, kv=memory.kv, inputs=inputs)
-        if model.captures and (sizes := self._sizes()):
+        if model.captures and self._captured and (sizes := self._sizes()):
             if mixed := self._mixed_sizes(memory.kv.layout):
                 runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
                 runner.mixed.capture()
@@ -186,6 +193,8 @@ def load_drafter(
             "load_config": speculative.drafter.load_config,
             "cache_config.cache_dtype": speculative.drafter.cache_dtype,
         }
+        if speculative.drafter.attention_backend is not None:
+            changes["attention_config.backend"] = speculative.drafter.attention_backend
     own = replace(config, **changes)
     if speculative.draft_tensor_parallel_size == 1:
         group = ALONE  # all ranks compute the same
@@ -196,4 +205,9 @@ def load_drafter(
         model = make_head(speculative.method or "", own, target, kernels, group)
     parts.reload_weights(model, own)
     drawn_vocab = target.arch.vocab if speculative.draft_sample_method == "probabilistic" else 0
-    return Drafter(model, own, parts, target, kernels.device, drawn_vocab=drawn_vocab)
+    captured = not speculative.enforce_eager
+    unknown_token = None if speculative.drafter is None else speculative.drafter.unknown_token
+    return Drafter(
+        model, own, parts, target, kernels.device, drawn_vocab=drawn_vocab, captured=captured,
+        unknown_token=unknown_token,
+    )  # fmt: skip

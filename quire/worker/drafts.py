@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -83,6 +84,8 @@ class Drafts:
         # of a step's first tokens what the reader wants of the model's inside; None: what the step gives
         self.inner_states: Callable[[int], Tensor] | None = None
         self.states: DraftStates | None = None  # of a model that has some
+        # how often each draft of a step is kept, with all before it, whatever was sampled; None: where they are right
+        self.invented: Sequence[float] | None = None
         self.lengths, self._drafter = lengths, drafter
         self._choice = proposer.choice if isinstance(proposer, DrawsDrafts) else None
         self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
@@ -171,7 +174,9 @@ class Drafts:
 
     def accept(self, plan: StepPlan, sample_grants: list[int], tokens: list[int], mask: Mask | None) -> list[bool]:
         """Which of the sampled tokens are kept: in each row up to the first that is not its draft, and under a grammar
-        no more than the mask has rows. The rows' lengths count those."""
+        no more than the mask has rows. The rows' lengths count those. Where acceptance is invented, `tokens` gets the
+        drafts."""
+        written: list[tuple[int, int, int]] = []
         masked = Counter(mask.index) if mask is not None and mask.index else None
         keeps, at = [False] * len(tokens), 0
         while at < len(tokens):
@@ -180,15 +185,21 @@ class Drafts:
             drafts, most = self.of.get(grant.request_id, []), grant.num_drafts + 1
             if masked is not None and index in masked:
                 most = min(most, masked[index])
-            count = 1
-            while count < most and tokens[at + count - 1] == drafts[count - 1]:
+            count, row = 1, self._rows.row_of[grant.request_id]
+            first = grant.start + grant.count - grant.num_drafts
+            if self.invented is not None:
+                count += min(most - 1, _num_invented(self.invented, grant.request_id, first))
+                tokens[at : at + count - 1] = drafts[: count - 1]
+                written += [(row, first + i, token) for i, token in enumerate(drafts[: count - 1])]
+            while self.invented is None and count < most and tokens[at + count - 1] == drafts[count - 1]:
                 count += 1
             keeps[at : at + count] = [True] * count
-            end = grant.start + grant.count - grant.num_drafts + count
-            self._rows.lengths[self._rows.row_of[grant.request_id]] = end
+            self._rows.lengths[row] = first + count
             if self.states is not None:
                 self.states.settle(grant, count - 1)
             at += grant.num_drafts + 1
+        if written:
+            self._rows.put(written)
         return keeps
 
     def read(self, shape: StepShape, hidden: Tensor, reader: ReadsStates) -> None:
@@ -313,6 +324,12 @@ class DraftClock:
         if self._ranks.size == 1:
             return seconds
         return float(self._ranks.reduce(torch.tensor([seconds], dtype=torch.float64)))
+
+
+def _num_invented(rates: Sequence[float], request_id: str, position: int) -> int:
+    """Drafts that are accepted, by a number from 0 to 1 that all ranks know."""
+    share = zlib.crc32(f"{request_id} {position}".encode()) / 2**32
+    return sum(share < rate for rate in rates)
 
 
 def num_sampled(shape_grants: np.ndarray, samples: np.ndarray, grants: Sequence[Grant]) -> np.ndarray:

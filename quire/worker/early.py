@@ -59,6 +59,12 @@ class Early:
             self.compilers = Compilers(count, self.folder, self._key)
             self.compilers.submit([{"driver": True}, *self.manifest.jobs])
 
+    def close(self) -> None:
+        """End the processes that compile, once a load is over; one that failed may still have some."""
+        if self.compilers is not None:
+            self.compilers.close()
+            self.compilers = None
+
     def _read_triton(self) -> None:
         key = ""
         try:

@@ -15,6 +15,8 @@ from quire.layers.places import AdapterPlaces, attach
 from quire.loader.adapter import read_adapter
 from quire.loader.adapter_config import AdapterLimits
 from quire.models.decoder import Decoder
+from quire.models.encoder import Encoder
+from quire.models.pooled import PoolingModel
 from quire.ops.op import Kernels
 from quire.schema.errors import NotBuiltError
 from quire.worker.adapters import WorkerAdapters
@@ -32,17 +34,19 @@ def _ends_of(arch: Arch, rank: int) -> int:
 
 def give_slots(model: Model, lora: LoRAConfig, dtype: torch.dtype, kernels: Kernels) -> WorkerAdapters:
     """Every layer of the model gets slots. `dtype`: of the adapters' numbers."""
-    if not isinstance(model, Decoder):
+    trunk = model.trunk if isinstance(model, PoolingModel) else model
+    if not isinstance(trunk, Decoder | Encoder):
         raise NotBuiltError(
             f"enable_lora: {type(model).__name__} takes no adapters in this version", param="enable_lora"
         )
-    step = model.adapters = StepAdapters()
+    step = trunk.adapters = StepAdapters()
     like = torch.empty(0, dtype=dtype, device=kernels.device)
-    layers = attach(model, step, lora.max_loras, lora.max_lora_rank, like, kernels)
-    most, ends = (
-        (1, 0) if model.stage.count == 1 else (len(model.arch.layers), _ends_of(model.arch, lora.max_lora_rank))
-    )
-    places = AdapterPlaces(model, model.table(), most=most, ends=ends)
+    layers = attach(trunk, step, lora.max_loras, lora.max_lora_rank, like, kernels)
+    most, ends = 1, 0
+    if isinstance(trunk, Decoder) and trunk.stage.count > 1:
+        most, ends = len(trunk.arch.layers), _ends_of(trunk.arch, lora.max_lora_rank)
+    # of a pooling model's head of the language model, rows are used at most
+    places = AdapterPlaces(trunk, model.table(), most=most, ends=ends, has_head=trunk is model)
     model.finish_weights()  # a table opens matrices that lie in panels
     limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)
     return WorkerAdapters(partial(read_adapter, places=places, limits=limits), layers, step)

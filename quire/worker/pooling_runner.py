@@ -24,6 +24,7 @@ from quire.layers.packed import Texts
 from quire.models.pooled import PoolingModel
 from quire.ops.copy import upload
 from quire.ops.texts import text_sums
+from quire.schema.errors import NotBuiltError
 from quire.schema.params import PoolingParams, ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs
@@ -36,6 +37,7 @@ from quire.worker.rows import Rows
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.models.build import Model
+    from quire.worker.adapters import WorkerAdapters
 
 TYPE_START = "compressed_token_type_ids"
 
@@ -49,6 +51,7 @@ class PooledRow:
     token_ids: tuple[int, ...]
     vector: Tensor | None = None  # [width]: the first, or the sum so far (float32)
     chunks: tuple[Tensor, ...] = ()  # all vectors, chunk by chunk
+    slot: int = 0  # of its adapter; 0: none
 
     def take(self, hidden: Tensor, start: int) -> None:
         """The next chunk's hidden states."""
@@ -99,6 +102,7 @@ def make_pooling_runner(
     make_rows: Callable[[torch.device], Rows],
     backend: AttentionBackend,
     kv: KVMemory,
+    adapters: WorkerAdapters | None = None,
 ) -> PoolingRunner:
     """`make_rows`: rows whose tokens lie on a device. An encoder's texts are read once, and have none."""
     assert isinstance(model, PoolingModel)  # as runner=pooling has it
@@ -106,7 +110,9 @@ def make_pooling_runner(
     rows = make_rows(torch.device("cpu") if model.both_ways else device)  # on CPU they cost nothing until written
     most = config.scheduler_config.max_num_batched_tokens
     inputs = None if device.type == "cpu" or model.both_ways else DeviceInputs(rows, most)
-    return PoolingRunner(model, rows, backend, ResultRules.of(config.model_config), kv=kv, inputs=inputs)
+    return PoolingRunner(
+        model, rows, backend, ResultRules.of(config.model_config), kv=kv, inputs=inputs, adapters=adapters
+    )
 
 
 class PoolingRunner:
@@ -122,9 +128,10 @@ class PoolingRunner:
         *,
         kv: KVMemory,
         inputs: DeviceInputs | None = None,  # None: a CPU worker
+        adapters: WorkerAdapters | None = None,
     ) -> None:
         self.model, self.rows, self.backend, self.rules, self.kv, self.inputs = model, rows, backend, rules, kv, inputs
-        self.copies, self._device = BlockCopies(kv), model.storage.device
+        self.copies, self.adapters, self._device = BlockCopies(kv), adapters, model.storage.device
         self._sums = model.storage.of(text_sums)
         self._pooled: dict[str, PooledRow] = {}
         self._kinds: dict[str, str] = {}  # of a task
@@ -136,6 +143,10 @@ class PoolingRunner:
         if plan.moves:
             self.copies.check(plan.moves)
             self.copies.run(plan.moves, after=False)
+        if plan.adapters:
+            if self.adapters is None:
+                raise NotBuiltError("a plan places adapters, and the worker was made without slots for them")
+            self.adapters.place(plan.adapters)
         both_ways, pooled = self.model.both_ways, self._pooled
         if not both_ways:
             self.rows.apply(plan)
@@ -156,7 +167,7 @@ class PoolingRunner:
         task = str(params.task)
         if (kind := self._kinds.get(task)) is None:
             kind = self._kinds[task] = self.rules.kind_of(task)
-        return PooledRow(params, kind, new.token_ids)
+        return PooledRow(params, kind, new.token_ids, slot=new.lora_id)
 
     @torch.inference_mode()
     def _hidden(self, shape: StepShape) -> Tensor:
@@ -176,7 +187,10 @@ class PoolingRunner:
         both[0] = np.fromiter(chain.from_iterable([text.token_ids for text in texts]), np.int64, len(positions))
         both[1] = positions
         tokens, places = upload(both, self._device).unbind()
-        return self.model.read(Texts(tokens, tuple(lens), self._types(texts, rows, positions), places))
+        types, slots = self._types(texts, rows, positions), None
+        if self.adapters is not None and any(text.slot for text in texts):
+            slots = upload(np.array([text.slot for text in texts], np.int32)[rows], self._device)
+        return self.model.read(Texts(tokens, tuple(lens), types, places, slots))
 
     def _types(self, texts: Sequence[PooledRow], rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
         """Token types: 1 from where a request says. `rows`: which text a token is of."""

@@ -410,6 +410,8 @@ class ModelRunner:
                 }
             else:
                 pending.keeps = drafts.accept(flight.plan, flight.sample_grants, tokens, mask)
+                if drafts.invented is not None:
+                    pending.token_ids = torch.tensor(tokens, dtype=pending.token_ids.dtype)
                 for grant, token, keep in zip(grants, tokens, pending.keeps, strict=True):
                     if keep and drafts.is_current(grant):
                         sampled.setdefault(grant.request_id, []).append(token)

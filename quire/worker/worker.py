@@ -164,6 +164,13 @@ class Worker:
 
     def load(self) -> ModelInfo:
         """Build the model and read its weights; without a kernel cache, compile what it will want."""
+        try:
+            return self._load()
+        finally:
+            if self._early is not None:
+                self._early.close()
+
+    def _load(self) -> ModelInfo:
         began = now()
         if self.device.type != "cpu":
             self._others = used_by_others(self.device)
@@ -192,9 +199,12 @@ class Worker:
                 from quire.attention.context_ranks import divide  # lazy
 
                 self._specs = divide(self._specs, self.group.context)
-            if self._early is not None and not self._early.manifest.current and self._specs:
-                self._compile(self._early)
-                self._laps.mark("compile")
+            if self._early is not None and not self._early.manifest.current:
+                if self._specs:
+                    self._compile(self._early)
+                    self._laps.mark("compile")
+                else:  # nothing to try: texts are read whole, and their kernels compiled at the first of them
+                    self._early.manifest.write([])
         weights = {id(p): p for _, p in model.named_parameters()}.values()  # tied ones count once
         return ModelInfo(
             specs=self._specs,
@@ -216,8 +226,6 @@ class Worker:
         self._laps.mark("dry run")
         if early.compilers is not None:
             seconds = early.compilers.wait()
-            early.compilers.close()
-            early.compilers = None
             _log.info("compiled %d kernels (%.1f s of work)", len(seconds), sum(seconds))
         early.manifest.write(jobs)
 
@@ -299,7 +307,7 @@ class Worker:
             from quire.worker.pooling_runner import make_pooling_runner  # lazy
 
             make_rows = partial(Rows, layout.groups, max_rows, length)
-            pooling: PoolingRunner = make_pooling_runner(model, self.config, make_rows, backend, kv)
+            pooling: PoolingRunner = make_pooling_runner(model, self.config, make_rows, backend, kv, self._adapters)
             return pooling
         rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)

@@ -12,7 +12,10 @@ from quire import LLM, SamplingParams
 from tests.compat.test_programs import Warm, quoted, run
 from tests.media.test_joined import write_model
 from tests.media.test_pixels_oracle import picture
+from tests.media.tiny_hearing import PLACE, TEMPLATE, TinyHearing
 from tests.media.tiny_llava import TinyLlava
+from tests.media.tokens import write_tokenizer
+from tests.plain.media.test_hostile_media import movie
 from tests.server.live import live
 from tests.tiny_models import make_tiny
 from tests.tiny_whisper import TinyWhisper, read_back, speech
@@ -127,6 +130,44 @@ def test_openai_chat_completion_client_for_multimodal(warm: Warm, llava: TinyLla
     assert quoted(printed, "From URL") == quoted(printed, "From base64") == [one]
     two = said(llava, "user: What are these?<image>\n<image>\n\nassistant:", photos[:1] * 2)
     assert quoted(printed, "Two") == [two] and quoted(printed, "Text")[0]
+
+
+def test_openai_chat_completion_client_with_audio(warm: Warm, tmp_path: Path) -> None:
+    tiny = TinyHearing(tmp_path)
+    path = tmp_path / "a.wav"
+    path.write_bytes(speech(3, 1.3))
+    engine = {"dtype": "float32", "max_model_len": 512, "allowed_local_media_path": str(tmp_path)}
+    prompt = {"prompt": f"What's in this audio?{PLACE}", "multi_modal_data": {"audio": path.read_bytes()}}
+    with LLM(str(tmp_path), **engine) as llm:
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    with live(str(tiny.folder), engine=engine) as server:
+        printed = warm.run(
+            "openai_chat_completion_client_for_multimodal", "-c", "audio", "--base-url", f"{server.url}/v1", "--path",
+            str(path),
+        )  # fmt: skip
+    said = [output.outputs[0].text]
+    assert said[0].strip()
+    assert quoted(printed, "From input_audio") == quoted(printed, "From URL") == quoted(printed, "From base64") == said
+
+
+def test_openai_chat_completion_client_with_video(warm: Warm, tmp_path: Path) -> None:
+    write_model("qwen2 vl, video", tmp_path, seed=5)
+    place = "<|vision_start|><|video_pad|><|vision_end|>"
+    write_tokenizer(tmp_path, chat_template=TEMPLATE.replace(PLACE, place))
+    path = tmp_path / "a.mkv"
+    path.write_bytes(movie(30))
+    engine = {"dtype": "float32", "max_model_len": 512, "allowed_local_media_path": str(tmp_path)}
+    prompt = {"prompt": f"What's in this video?{place}", "multi_modal_data": {"video": path.read_bytes()}}
+    with LLM(str(tmp_path), **engine) as llm:
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    with live(str(tmp_path), engine=engine) as server:
+        printed = warm.run(
+            "openai_chat_completion_client_for_multimodal", "-c", "video", "--base-url", f"{server.url}/v1", "--path",
+            str(path),
+        )  # fmt: skip
+    said = [output.outputs[0].text]
+    assert said[0].strip()
+    assert quoted(printed, "From URL") == quoted(printed, "From base64") == said
 
 
 def test_openai_transcription_client(warm: Warm, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from quire.sched.gates import TokenBudget
 from tests.engine.test_encoder_decoders import COUNT, Served, agree
+from tests.preempting import preempting
 from tests.seq2seq_models import WHISPER, draw_text, greedy
 
 pytestmark = pytest.mark.gpu
@@ -53,20 +54,7 @@ def test_tokens_equal_transformers(served: Served) -> None:
 
 def test_preempted_answers_are_the_same(served: Served) -> None:
     inputs = [served.draw(seed) for seed in range(6)]
-    expected, planner = [served.expected(given) for given in inputs], served.scheduler.planner
-    fill, num_steps, num_preempted = planner.fill, 0, 0
-
-    def disturbed() -> Any:
-        nonlocal num_steps, num_preempted
-        num_steps += 1
-        if num_steps % 2 == 0 and len(planner.running.items) > 1:
-            planner.preempt(planner.running.items[-1])
-            num_preempted += 1
-        return fill()
-
-    planner.fill = disturbed  # type: ignore[method-assign]
-    try:
+    expected = [served.expected(given) for given in inputs]
+    with preempting(served.scheduler) as seen:
         assert agree(served.answers([served.prompt(given) for given in inputs]), expected)
-    finally:
-        del planner.fill
-    assert num_preempted >= 2
+    assert seen.count >= 2

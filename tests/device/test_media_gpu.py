@@ -39,23 +39,14 @@ def served(folder: tuple[str, Path]) -> Iterator[Served]:
 
 
 def test_tokens_equal_transformers(served: Served) -> None:
-    a, b, c = served.items
-    prompts: list[list[Any]] = [
-        [text(1, 5), a, text(2, 9)],
-        [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],  # several, one of them shared
-        [text(7, 20)],
-        [text(8, 2), b, text(9, 1)],
-        [text(10, 1), c, text(12, 1), c, text(11, 5)],  # one twice
-        [text(13, 70)],
-    ]
+    prompts = [*served.prompts, [text(13, 70)]]
     budget = next(gate for gate in served.scheduler.planner.gates if isinstance(gate, TokenBudget))
     encoder = served.scheduler.planner.encoder
     assert encoder is not None
     expected = served.answers(prompts)
     for pieces, answer in zip(prompts, expected, strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
-    longer = [[*prompts[0], text(20, 7)], [text(3, 3), a, text(21, 30)]]  # prefixes that end after an item, and in one
-    for pieces, answer in zip(longer, served.answers(longer), strict=True):
+    for pieces, answer in zip(served.longer, served.answers(served.longer), strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
     if encoder.whole_items and not served.scheduler.kv.caching:
         return  # prompts are computed whole

@@ -24,6 +24,7 @@ from quire.loader.online import coder_of
 from quire.ops.coded import CodedWeight, decode_weight, quantize_rows
 from quire.quant.coded import CodedMatrix
 from quire.quant.coded_scheme import CodedParts
+from tests.cut_model import cut_gguf, open_cut, tokens
 from tests.engine.test_coded_weights import KINDS
 from tests.engine.test_quantized_formats import FORMS
 from tests.quantized import write
@@ -174,3 +175,26 @@ def test_memory_while_rounding(tmp_path: Path) -> None:
     assert stays < coded_bytes * 1.2 + (8 << 20)
     assert peak - stays < 16 * largest  # as many threads as there are may each have one in work
     assert peak < stays + coded_bytes  # and far from 16 bits of everything
+
+
+def prompt_logprobs(file: Path, device: str) -> torch.Tensor:
+    """Of a text's tokens, in float32."""
+    llm = open_cut(file, dtype="float32", device=device)
+    prompt = tokens(48)
+    try:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        (out,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    finally:
+        llm.close()
+    return torch.tensor([one[token].logprob for one, token in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
+def test_blocks_of_gguf(kind: str, tmp_path: Path) -> None:
+    """Decoded while loading, to the numbers that a CPU decodes them to (tests/loader/test_gguf_types.py). What another
+    kind of block means is told apart."""
+    file = cut_gguf(tmp_path / f"{kind}.gguf", kind)
+    found, wanted = prompt_logprobs(file, "cuda"), prompt_logprobs(file, "cpu")
+    assert (found - wanted).abs().max() < 1e-3
+    other = prompt_logprobs(cut_gguf(tmp_path / "other.gguf", "Q5_1" if kind == "Q4_0" else "Q4_0"), "cpu")
+    assert (found - other).abs().max() > 0.02

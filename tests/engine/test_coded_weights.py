@@ -3,6 +3,7 @@ as it is, numbers are rounded as they arrive, and no more is in memory than the 
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ KINDS = {  # of a fused matrix: kinds of its parts once they are loaded; None: d
     "ao-int4-tiles": "int4", "ao-intx-4": "int4", "ao-intx-4-asym-int8": "int4", "ao-intx-3": "int4",
     "quark-fp8-tensor-static": "fp8", "quark-fp8-rows": "fp8", "quark-fp8-blocks": "fp8", "quark-int8-rows": "int8",
     "quark-int8-tensor": "int8", "quark-mxfp4": "fp4", "quark-mxfp6-e3m2": None, "quark-mxfp6-e2m3": None,
-    "quark-int4": "int4", "quark-uint4-in-order": "int4",
+    "quark-int4": "int4", "quark-uint4-in-order": "int4", "auto-round": "int4", "auto-round-awq": "int4",
+    "ct-w8a8-int8-static": "int8", "ct-w4a8-int8": "int8", "ct-w4a8-fp8": "int4", "ct-nvfp4-w4a4": "fp4",
 }  # fmt: skip
 
 
@@ -70,6 +72,12 @@ def coded_of(model: Any) -> dict[str, CodedParts]:
 
 def test_every_format_is_named() -> None:
     assert set(KINDS) == set(FORMS)
+
+
+def test_the_docs_have_the_table_of_the_tests() -> None:
+    table = importlib.import_module("tests.quantized_table")  # which reads the tables of this file
+    page = table.PAGE.read_text()
+    assert table.written(page) == page, "run python -m tests.quantized_table"
 
 
 @pytest.mark.parametrize("name", FORMS)

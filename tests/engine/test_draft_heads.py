@@ -30,7 +30,7 @@ from quire.worker.drafters import Drafter, load_drafter
 from quire.worker.main import PARTS
 from tests.engine.test_drafts import LENGTH, Engine, Found, ask, same_bits
 from tests.engine.test_speculative import Run, answers, disturb
-from tests.tiny_drafters import FAMILIES, Oracle, eagle, eagle3, medusa, mlp_speculator, mtp
+from tests.tiny_drafters import MTP_FAMILIES, Oracle, eagle, eagle3, medusa, mlp_speculator, mtp
 from tests.tiny_models import VOCAB, make_tiny
 
 __all__ = ["same_bits"]
@@ -150,8 +150,8 @@ class ForcedDrafter:
         return self._kind.drafter.inner_states()
 
 
-def make_engine(folder: Path) -> Engine:
-    return Engine(str(folder), dtype="float32", skip_tokenizer_init=True)
+def make_engine(folder: Path, **options: Any) -> Engine:
+    return Engine(str(folder), dtype="float32", skip_tokenizer_init=True, **options)
 
 
 def load(engine: Engine, folder: Path, keys: dict[str, Any]) -> Drafter:
@@ -223,7 +223,7 @@ def mtp_kind(folder: Path, family: str, count: int = 32) -> Kind:
     model = make_tiny(family, folder)
     oracle = mtp(folder, model, family)
     keys = {"method": "mtp", "num_speculative_tokens": COUNT, "adaptive": False}
-    engine = make_engine(folder)
+    engine = make_engine(folder, speculative_config=keys)  # of which a model with states keeps some after drafts
     return Kind(
         load(engine, folder, keys),
         oracle,
@@ -287,7 +287,7 @@ def test_drafts_of_other_layouts(kinds: Callable[[str], Kind], name: str) -> Non
     check(kinds(name), 0.6, 8)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith("Deepseek")])
+@pytest.mark.parametrize("family", [family for family in MTP_FAMILIES if not family.startswith("Deepseek")])
 def test_multi_token_prediction_of_other_families(tmp_path: Path, family: str) -> None:
     kind = mtp_kind(tmp_path, family, 6)
     check(kind, 0.6, 6)

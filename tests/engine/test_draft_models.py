@@ -6,7 +6,9 @@ The drafter is the model itself with noise on its weights, so that some of its d
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,8 +99,21 @@ def plain(tiny: Engine) -> Found:
     return answers(tiny, requests(), None).found
 
 
-def test_drafts_are_the_greedy_continuation(folders: tuple[Path, Path, Any], tiny: Engine, drafter: Drafter) -> None:
+@pytest.fixture(scope="module")
+def parallel(folders: tuple[Path, Path, Any], tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
+    """Drafts all tokens in one pass; a token stands for those to come."""
+    draft = shutil.copytree(folders[1], tmp_path_factory.mktemp("parallel"), dirs_exist_ok=True) / "config.json"
+    draft.write_text(json.dumps(json.loads(draft.read_text()) | {"pard_token": 3}))
+    return drafter_of(tiny, folders[0], speculative(draft.parent, parallel_drafting=True))
+
+
+@pytest.mark.parametrize("way", ["one after another", "all in one pass"])
+def test_drafts_are_the_greedy_continuation(
+    folders: tuple[Path, Path, Any], tiny: Engine, drafter: Drafter, parallel: Drafter, way: str
+) -> None:
     """Of texts that join with prompts of any length, go on as drafted or otherwise, and leave."""
+    if is_parallel := way == "all in one pass":
+        drafter = parallel
     rng, theirs = random.Random(7), folders[2]
     proposer = drafter.proposer(tiny.layout, LENGTH)
     texts: dict[str, list[int]] = {}
@@ -113,7 +128,8 @@ def test_drafts_are_the_greedy_continuation(folders: tuple[Path, Path, Any], tin
         names = rng.sample(list(texts), rng.randint(1, len(texts)))
         drafts = proposer.propose(names, COUNT)
         for name, (tokens, _) in zip(names, drafts, strict=True):
-            assert tokens == greedy(theirs, texts[name], COUNT)
+            oracle = at_once if is_parallel else greedy
+            assert tokens == oracle(theirs, texts[name], COUNT)
         for name, (tokens, _) in zip(names, drafts, strict=True):
             right = rng.randint(0, COUNT)
             new = [*tokens[:right], *([rng.randrange(4, VOCAB)] * rng.randint(right == 0, 1))]
@@ -135,6 +151,19 @@ def greedy(model: Any, text: list[int], count: int) -> list[int]:
     for _ in range(count):
         said.append(int(model(torch.tensor([text + said])).logits[0, -1].argmax()))
     return said
+
+
+@torch.no_grad()
+def at_once(model: Any, text: list[int], count: int) -> list[int]:
+    said: list[int] = model(torch.tensor([text + [3] * (count - 1)])).logits[0, -count:].argmax(-1).tolist()
+    return said
+
+
+def test_answers_with_parallel_drafts(
+    tiny: Engine, parallel: Drafter, plain: Found, folders: tuple[Path, Path, Any]
+) -> None:
+    run = answers(tiny, requests(), speculative(folders[1]), drafter=parallel)
+    assert run.found == plain and run.num_accepted > 10
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -21,6 +21,7 @@ from quire.sched.scheduler import Scheduler
 from quire.schema.errors import ConfigError, InputError, NotBuiltError
 from quire.schema.params import BeamSearchParams, StructuredOutputsParams
 from quire.schema.prompt import zip_enc_dec_prompts
+from tests.preempting import preempting
 from tests.seq2seq_models import (
     BEGIN,
     FAMILIES,
@@ -180,31 +181,16 @@ def test_answers_equal_generate(served: Served) -> None:
 
 def test_preempted_answers_are_the_same(thorough: Served) -> None:
     """Vectors of their inputs are kept in one round, and gone in the next."""
-    served, planner = thorough, thorough.scheduler.planner
+    served = thorough
     given = [served.draw(seed) for seed in range(20, 26)]
     prompts, expected = [*map(served.prompt, given)], [*map(served.expected, given)]
-    encoder = planner.encoder
+    encoder = served.scheduler.planner.encoder
     assert encoder is not None
-    fill, num_steps, num_preempted, forgets = planner.fill, 0, 0, [False]
-
-    def disturbed() -> Any:
-        nonlocal num_steps, num_preempted
-        num_steps += 1
-        if num_steps % 2 == 0 and len(planner.running.items) > 1:
-            planner.preempt(planner.running.items[-1])
-            num_preempted += 1
-            if forgets[0]:
-                encoder.clear()
-        return fill()
-
-    planner.fill = disturbed  # type: ignore[method-assign]
-    try:
-        for forgets[0] in (False, True):
-            served.llm.reset_prefix_cache()
+    for then in (None, encoder.clear):
+        served.llm.reset_prefix_cache()
+        with preempting(served.scheduler, then) as seen:
             assert agree(served.answers(prompts), expected)
-    finally:
-        del planner.fill
-    assert num_preempted >= 4 and served.num_held() == 0
+        assert seen.count >= 2 and served.num_held() == 0
 
 
 def test_few_blocks(thorough: Served) -> None:

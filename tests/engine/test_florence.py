@@ -20,6 +20,7 @@ from quire.media.families.florence import question_of
 from quire.media.settings import ProcessorFiles
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import write_tokenizer
+from tests.preempting import preempting
 
 NUM, SIDE, LENGTH = 6, 32, 5  # tokens of an answer; pixels of a side; vectors of an image
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1)
@@ -116,23 +117,9 @@ def test_preempted_answers_are_the_same(florence: Florence) -> None:
     expected = [said(one) for one in florence.llm.generate(prompts, PARAMS, use_tqdm=False)]
     florence.llm.reset_prefix_cache()
     loop: Any = florence.llm.llm_engine.front.client.loop
-    planner, num_steps, num_preempted = loop.scheduler.planner, 0, 0
-    fill = planner.fill
-
-    def disturbed() -> Any:
-        nonlocal num_steps, num_preempted
-        num_steps += 1
-        if num_steps % 2 == 0 and len(planner.running.items) > 1:
-            planner.preempt(planner.running.items[-1])
-            num_preempted += 1
-        return fill()
-
-    planner.fill = disturbed
-    try:
+    with preempting(loop.scheduler) as seen:
         assert [said(one) for one in florence.llm.generate(prompts, PARAMS, use_tqdm=False)] == expected
-    finally:
-        del planner.fill
-    assert num_preempted >= 2
+    assert seen.count >= 2
 
 
 def test_the_words_of_a_prompt_are_those_of_transformers(florence: Florence) -> None:

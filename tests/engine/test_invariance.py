@@ -78,13 +78,31 @@ def prompts() -> list[list[int]]:
     return [stem + tail if i % 2 else tail for i, tail in enumerate(tails)]
 
 
-def bits_of(folder: Path, count: int, **options: Any) -> list[list[tuple[int, float]]]:
+def preempt_often(planner: Any) -> list[str]:
+    """Requests that lost their place in every second step, however few blocks a model needs."""
+    fill, num_steps, lost = planner.fill, 0, list[str]()
+
+    def disturbed() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps % 2 == 0 and len(planner.running.items) > 1:
+            lost.append(planner.running.items[-1].id)
+            planner.preempt(planner.running.items[-1])
+        return fill()
+
+    planner.fill = disturbed
+    return lost
+
+
+def bits_of(folder: Path, count: int, preempts: bool, **options: Any) -> list[list[tuple[int, float]]]:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
     llm = LLM(str(folder), **{**COMMON, **options})
     try:
+        lost = preempt_often(llm.llm_engine.front.client.loop.scheduler.planner) if preempts else []
         found = llm.generate(prompts()[:count], params, use_tqdm=False)
     finally:
         llm.close()
+    assert len(lost) > 1 or not preempts
     outputs = [out.outputs[0] for out in found]
     return [[(t, e[t].logprob) for t, e in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs]
 
@@ -106,8 +124,9 @@ def test_bits(arch: str, form: str, chosen: str, tmp_path: Path) -> None:
     wanted: list[list[tuple[int, float]]] = []
     differing = []
     for name, (count, options) in RUNS.items():
-        own = {**options, **few_blocks(arch)} if name == "preemption" else options
-        bits = bits_of(tmp_path, count, **FORMS[form], **own)
+        preempts = name == "preemption"
+        own = {**options, **few_blocks(arch)} if preempts else options
+        bits = bits_of(tmp_path, count, preempts, **FORMS[form], **own)
         wanted = wanted or bits
         if bits != wanted[:count]:
             differing.append(name)

@@ -6,14 +6,16 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from quire import EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from quire.loader.adapter import HostAdapter
+from tests.products import marked
 from tests.tiny_adapters import write_folder
 from tests.tiny_models import write_tiny
 
-NUM_ADAPTERS, NUM_SLOTS, NUM_COPIES = 300, 8, 16
+NUM_SLOTS, NUM_COPIES = 8, 16
 NUM_WAITING = 40  # requests of these that wait or run at any time
 PROMPT: Any = {"prompt_token_ids": [5, 9, 77, 100]}
 BRIEF = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -43,20 +45,21 @@ def num_copies() -> int:
     return sum(type(one) is HostAdapter for one in gc.get_objects())
 
 
-def test_none_starves_and_none_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_adapters", marked([300, 1000], [300]))
+def test_none_starves_and_none_stays(num_adapters: int, tmp_path: Path) -> None:
     write_tiny("LlamaForCausalLM", tmp_path / "model", num_hidden_layers=1)
-    loras = [write_head(tmp_path / f"a{number}", number) for number in range(NUM_ADAPTERS + 1)]
+    loras = [write_head(tmp_path / f"a{number}", number) for number in range(num_adapters + 1)]
     args = EngineArgs(
         model=str(tmp_path / "model"), dtype="float32", enable_lora=True, max_loras=NUM_SLOTS, max_lora_rank=8,
         max_cpu_loras=NUM_COPIES, max_model_len=32, max_num_seqs=16, kv_cache_memory_bytes=1 << 22, seed=0,
     )  # fmt: skip
     engine = LLMEngine.from_engine_args(args)
     before = num_copies()  # of other tests' engines
-    todo = iter(range(1, NUM_ADAPTERS + 1))
+    todo = iter(range(1, num_adapters + 1))
     waiting: dict[int, int] = {}  # adapter -> how many that came later were served first
     most_overtaken = num_done = num_base = num_busy = 0
     try:
-        while num_done < NUM_ADAPTERS:
+        while num_done < num_adapters:
             while len(waiting) < NUM_WAITING and (number := next(todo, None)) is not None:
                 waiting[number] = 0
                 engine.add_request(str(number), PROMPT, BRIEF, lora_request=loras[number])
@@ -84,9 +87,9 @@ def test_none_starves_and_none_stays(tmp_path: Path) -> None:
                 for other in waiting:
                     waiting[other] += other < number
                 num_done += 1
-                if num_done in (NUM_ADAPTERS // 5, NUM_ADAPTERS):
+                if num_done in (num_adapters // 5, num_adapters):
                     assert num_copies() - before <= NUM_COPIES + NUM_SLOTS
-        assert most_overtaken < NUM_ADAPTERS // 2, "an adapter waited while half of all, which came later, were served"
+        assert most_overtaken < num_adapters // 2, "an adapter waited while half of all, which came later, were served"
         assert num_base > 3 and num_busy > 3, "requests of the base model and of a busy adapter wait for the others"
     finally:
         engine.close()

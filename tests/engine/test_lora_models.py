@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.base import native
 from quire.layers.linear import Linear
 from quire.schema.errors import InputError
-from tests.engine.lora_answers import PROMPT, check_like_merged, start
+from tests.cut_model import cut_folder, cut_gguf
+from tests.engine.lora_answers import PROMPT, check_like_merged, log_probabilities, start
 from tests.engine.test_quantized_formats import FORMS
 from tests.quantized import write
 from tests.tiny_adapters import (
     TinyAdapter,
     expert_modules,
     linear_modules,
+    merge,
     stacked_parameters,
     write_adapter,
+    write_folder,
     write_stacked,
 )
 from tests.tiny_models import make_tiny, write_tiny
@@ -47,6 +52,44 @@ CASES: dict[str, tuple[str, ...] | None] = {
     "Lfm2ForCausalLM": None,  # short convolutions
     "Gemma3nForCausalLM": None,  # streams, keys and values of other layers
 }
+
+
+def test_adapters_of_layers_that_borrow_keys_and_values(tmp_path: Path) -> None:
+    """PEFT writes pairs for projections that Gemma 3n has and does not read: they change nothing. Those of a layer that
+    the model does not have are refused still."""
+    model = make_tiny("Gemma3nForCausalLM", tmp_path / "model")
+    modules = linear_modules(model, ("q_proj", "k_proj", "v_proj"))
+    count, shared = model.config.num_hidden_layers, model.config.num_kv_shared_layers
+    assert shared
+    shapes = {name: modules[f"model.layers.0.self_attn.{name}"] for name in ("k_proj", "v_proj")}
+    borrowed = {
+        f"model.layers.{index}.self_attn.{name}": shape
+        for index in range(count - shared, count) for name, shape in shapes.items()
+    }  # fmt: skip
+    plain = {name: shape for name, shape in modules.items() if name not in borrowed}
+    few = write_adapter(model, tmp_path / "few", modules=plain, seed=3)
+    tensors = load_file(f"{few.path}/adapter_model.safetensors")
+    for name, (rows, width) in borrowed.items():
+        stem = f"base_model.model.{name}.lora_"
+        tensors |= {f"{stem}A.weight": torch.randn(4, width), f"{stem}B.weight": torch.randn(rows, 4)}
+    about = json.loads(Path(few.path, "adapter_config.json").read_text())
+    write_folder(tmp_path / "all", tensors, about)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with start(tmp_path / "model") as llm:
+        said = [
+            llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params, lora_request=adapter, use_tqdm=False)
+            for adapter in (None, LoRARequest("few", 1, few.path), LoRARequest("all", 2, str(tmp_path / "all")))
+        ]
+        base, some, every = (output.outputs[0].token_ids for (output,) in said)
+        assert some == every != base
+        far = {
+            name.replace(".0.", f".{count}."): tensor.clone()
+            for name, tensor in tensors.items()
+            if ".layers.0." in name
+        }
+        write_folder(tmp_path / "far", tensors | far, about)
+        with pytest.raises(Exception, match=f"layers.{count}"):
+            llm.generate([{"prompt_token_ids": [5]}], params, lora_request=LoRARequest("far", 3, str(tmp_path / "far")))
 
 
 @pytest.mark.parametrize("arch", CASES)
@@ -144,6 +187,14 @@ def test_adapters_of_stacked_experts(arch: str, tmp_path: Path) -> None:
         check_like_merged(llm, model, adapters, different=4)
 
 
+def test_both_forms_of_experts_in_one_batch(tmp_path: Path) -> None:
+    model = make_tiny("Qwen3MoeForCausalLM", tmp_path / "model")
+    single = write_adapter(model, tmp_path / "single", modules=expert_modules(model, (0, 2)), seed=1)
+    stacked = write_stacked(model, tmp_path / "stacked", seed=2, config={"peft_version": "0.21.2"})
+    with start(tmp_path / "model", enable_mixed_moe_lora_format=True) as llm:
+        check_like_merged(llm, model, [single, stacked], different=3)
+
+
 def test_stacked_experts_of_other_versions(tmp_path: Path) -> None:
     """A was that of the output once, where experts are stored as [experts, out, in]."""
     model = make_tiny("Qwen3MoeForCausalLM", tmp_path / "model")
@@ -186,6 +237,36 @@ def test_adapters_of_quantized_checkpoints(name: str, tmp_path: Path) -> None:
         check_like_merged(llm, model, adapters, close=1e-3, different=3)
 
 
+@pytest.mark.parametrize("kind", [None, "Q8_0"])
+def test_adapters_of_gguf_files(kind: str | None, tmp_path: Path) -> None:
+    """The judge has the numbers that the blocks mean (None: Q4_1), merged with the adapter. Blocks are decoded; then,
+    by default, multiplied as they are stored: kernels round inputs, and adapters add no error of another size."""
+    file = cut_gguf(tmp_path / "model.gguf", kind)
+    model = transformers.LlamaForCausalLM.from_pretrained(cut_folder(tmp_path / "decoded", file)).eval()
+    ends = linear_modules(model, ("embed_tokens", "lm_head"))
+    adapters = [
+        write_adapter(model, tmp_path / "a1", rank=4, seed=1, strength=0.05),
+        write_adapter(model, tmp_path / "a2", modules=linear_modules(model, ("q_proj",)) | ends, seed=2, strength=0.02),
+    ]
+    with start(file, skip_tokenizer_init=True) as llm:
+        assert llm.model_config.weight_form == "plain"
+        check_like_merged(llm, model, adapters, close=1e-3, different=3)
+    if native.library() is None:
+        return
+    with start(file, skip_tokenizer_init=True, dtype="auto") as llm:
+        assert llm.model_config.weight_form == "stored"
+        loras = [None, *(LoRARequest(f"a{i}", i, one.path) for i, one in enumerate(adapters, 1))]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        prompts: Any = [{"prompt_token_ids": PROMPT}] * 3
+        answers = llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
+    errors = []
+    for answer, judge in zip(answers, (model, *(merge(model, one) for one in adapters)), strict=True):
+        expected = log_probabilities(judge, PROMPT)
+        scores = [float(expected[at, token]) for at, token in enumerate(PROMPT[1:])]
+        errors.append(max(abs(ours - theirs) for ours, theirs in zip(scores_of(answer), scores, strict=True)))
+    assert errors[0] < 0.5 and max(errors[1:]) < 2 * errors[0] + _ROUNDING, errors
+
+
 def hooked(llm: LLM, adapter: TinyAdapter) -> None:
     """Let the model of an engine without adapters add B A x itself, after each of its matmuls."""
 
@@ -212,7 +293,7 @@ _ROUNDING = 0.1  # packed kernels round the inputs of a matmul, which magnifies 
 QUANTIZED: dict[str, tuple[str | None, dict[str, Any]]] = {
     "w4a16": ("Qwen3ForCausalLM", {"quantization": "int4_wo"}),
     "w8a16": ("LlamaForCausalLM", {"quantization": "int8_wo"}),
-    "gguf": (None, {}),  # the embedded model
+    "gguf": (None, {"dtype": "auto", "lora_dtype": "float32"}),  # the embedded model, as it is stored
 }
 
 
@@ -225,7 +306,7 @@ def test_adapters_of_packed_bases(name: str, tmp_path: Path) -> None:
     if arch is not None:
         write_tiny(arch, tmp_path / "model", hidden_size=128, intermediate_size=256)
         model = str(tmp_path / "model")
-    plain = LLM(model, **options)
+    plain = LLM(model, **{key: value for key, value in options.items() if key != "lora_dtype"})
     sizes: dict[str, tuple[int, int]] = {}
 
     def measure(module: Any) -> None:

@@ -30,6 +30,7 @@ from tests.media_models import (
     make_model,
     prompt_of,
 )
+from tests.preempting import preempting
 from tests.products import marked
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias=dict.fromkeys(NOT_SAID, -100.0))
@@ -45,6 +46,23 @@ class Served:
     def scheduler(self) -> Scheduler:
         loop: Any = self.llm.llm_engine.front.client.loop
         return loop.scheduler
+
+    @property
+    def prompts(self) -> list[list[Any]]:
+        """With one item, several of which one is shared, none, and one twice."""
+        a, b, c = self.items
+        return [
+            [text(1, 5), a, text(2, 9)],
+            [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],
+            [text(7, 20)],
+            [text(8, 2), b, text(9, 1)],
+            [text(10, 1), c, text(12, 1), c, text(11, 5)],
+        ]
+
+    @property
+    def longer(self) -> list[list[Any]]:
+        """Prompts whose prefixes of those above end after an item, and in one."""
+        return [[*self.prompts[0], text(20, 7)], [text(3, 3), self.items[0], text(21, 30)]]
 
     def answers(self, prompts: list[list[Any]], **more: Any) -> list[list[int]]:
         outputs = self.llm.generate([prompt_of(pieces) for pieces in prompts], GREEDY)
@@ -76,19 +94,11 @@ def text(seed: int, count: int) -> list[int]:
 
 
 def test_tokens_equal_transformers(served: Served) -> None:
-    a, b, c = served.items
-    prompts: list[list[Any]] = [
-        [text(1, 5), a, text(2, 9)],
-        [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],  # several, one of them shared
-        [text(7, 20)],
-        [text(8, 2), b, text(9, 1)],
-        [text(10, 1), c, text(12, 1), c, text(11, 5)],  # one twice
-    ]
+    prompts = served.prompts
     answers = served.answers(prompts)
     for pieces, answer in zip(prompts, answers, strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
-    longer = [[*prompts[0], text(20, 7)], [text(3, 3), a, text(21, 30)]]  # prefixes that end after an item, and in one
-    for pieces, answer in zip(longer, served.answers(longer), strict=True):
+    for pieces, answer in zip(served.longer, served.answers(served.longer), strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
     check_chunks(served, prompts, answers, 7)
 
@@ -113,9 +123,7 @@ def check_chunks(served: Served, prompts: list[list[Any]], expected: list[list[i
 
 
 def test_steps_of_every_size(thorough: Served) -> None:
-    a, b, c = thorough.items
-    prompts: list[list[Any]] = [[text(1, 5), a, text(2, 9)], [text(3, 3), a, text(4, 4), b, text(5, 3), c, text(6, 2)],
-               [text(7, 20)], [text(10, 1), c, text(12, 1), c, text(11, 5)]]  # fmt: skip
+    prompts = [pieces for number, pieces in enumerate(thorough.prompts) if number != 3]
     check_chunks(thorough, prompts, thorough.answers(prompts), 64, 7, 1)
 
 
@@ -157,7 +165,7 @@ def test_every_declared_family_is_tested() -> None:
     assert {name.partition(" ")[0] for name in FAMILIES} <= MODALITIES.keys()
 
 
-@pytest.mark.parametrize("name", ["UltravoxModel", "KimiVLForConditionalGeneration", "MiniCPMV"])
+@pytest.mark.parametrize("name", ["UltravoxModel", "DeepseekVLV2ForCausalLM", "MiniCPMV"])
 def test_classes_of_other_repositories_are_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "its_own"}))
     with pytest.raises(NotBuiltError, match=f"{name} is not in this version of Quire: it takes media through code"):
@@ -168,25 +176,11 @@ def test_preempted_answers_are_the_same(thorough: Served) -> None:
     served = thorough
     a, b, c = served.items
     prompts = [[text(30 + i, 3), item, text(40 + i, 8)] for i, item in enumerate((a, b, c, a, b, c))]
-    expected, scheduler = served.answers(prompts), served.scheduler
+    expected = served.answers(prompts)
     served.llm.reset_prefix_cache()
-    planner, num_steps, num_preempted = scheduler.planner, 0, 0
-    fill = planner.fill
-
-    def disturbed() -> Any:
-        nonlocal num_steps, num_preempted
-        num_steps += 1
-        if num_steps % 2 == 0 and len(planner.running.items) > 1:
-            planner.preempt(planner.running.items[-1])
-            num_preempted += 1
-        return fill()
-
-    planner.fill = disturbed  # type: ignore[method-assign]
-    try:
+    with preempting(served.scheduler) as seen:
         assert served.answers(prompts) == expected
-    finally:
-        del planner.fill
-    assert num_preempted >= 2
+    assert seen.count >= 2
 
 
 def test_the_second_question_costs_no_encoding(thorough: Served) -> None:

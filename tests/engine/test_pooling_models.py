@@ -212,6 +212,46 @@ def test_reranker_made_of_a_language_model(tie: bool, tmp_path: Path) -> None:
         assert result.outputs.score == pytest.approx(expected.item(), abs=1e-5)
 
 
+JUDGED = """<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer \
+can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: Given a web search query, retrieve relevant passages that answer the query
+
+<Query>: %s
+
+<Document>: %s<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+"""
+
+
+def test_reranker_with_its_template(tmp_path: Path) -> None:
+    """The prompt that Qwen3-Reranker is trained with, from examples/; and what it makes of the logits of yes and no."""
+    model = make_pooling("Qwen3ForCausalLM", tmp_path, max_position_embeddings=256)
+    template = (Path(__file__).parents[2] / "examples" / "qwen3_reranker.jinja").read_text()
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
+        "is_original_qwen3_reranker": True,
+    }  # fmt: skip
+    documents = ["the river", "a cat is the mat"]
+    with engine(tmp_path, hf_overrides=overrides) as llm:
+        tokenizer = llm.get_tokenizer()
+        results = llm.score("what is a boat", documents, chat_template=template, use_tqdm=False)
+        pair = [{"role": "query", "content": "what is a boat"}, {"role": "document", "content": documents[0]}]
+        rendered = tokenizer.apply_chat_template(pair, chat_template=template, tokenize=False)
+        assert rendered == JUDGED % ("what is a boat", documents[0])
+    ids = [tokenizer.token_to_id(word) for word in ("no", "yes")]
+    for text, result in zip(documents, results, strict=True):
+        tokens = tokenizer.encode(JUDGED % ("what is a boat", text))
+        assert result.prompt_token_ids == tokens
+        expected = logits(model, tokens)[-1][ids].softmax(-1)[1]
+        assert result.outputs.score == pytest.approx(expected.item(), abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["Bert", "XLMRoberta", "ModernBert", "Gte"])
 def test_cross_encoders(name: str, tmp_path: Path) -> None:
     """Pairs by the tokenizer's rule; token types where the model has them."""

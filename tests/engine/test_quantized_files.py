@@ -425,22 +425,33 @@ MEASURE = """
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks the Linux kernel for its memory")
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
-def test_nothing_is_decoded_to_full_size(tmp_path):
-    """At no time more than the final weights and a layer's work: 12 layers would take 12 times as much decoded."""
+@pytest.mark.parametrize(
+    ("quantization", "kept", "final", "work"), [("gptq", "stored", 0.7, 16), ("fp8", "int8", 1.1, 4)]
+)
+def test_nothing_is_decoded_to_full_size(tmp_path, quantization, kept, final, work):
+    """At no time more than the final weights and a layer's work, whether codes are loaded or numbers of 16 bits are
+    rounded as they come: 12 layers would take 12 times as much. `final`: bytes of a number in the end, `work`: of a
+    number of the layer in work (codes, scales and decoded numbers; numbers of 16 bits in float32)."""
     folder, small = tmp_path / "model", tmp_path / "small"
-    write_files(folder, "LlamaForCausalLM", GPTQ, num_hidden_layers=12, hidden_size=256, intermediate_size=2048)
+    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 2048}
+    if quantization == "gptq":
+        write_files(folder, "LlamaForCausalLM", GPTQ, **sizes)
+    else:
+        write_tiny("LlamaForCausalLM", folder, **sizes)
+        numbers = {name: one.bfloat16() for name, one in load_file(folder / "model.safetensors").items()}
+        save_file(numbers, folder / "model.safetensors", metadata={"format": "pt"})
     write_files(small, "LlamaForCausalLM", GPTQ, num_hidden_layers=1)
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "QUIRE_CACHE_ROOT": str(tmp_path), "QUIRE_CPU_PACKED_CACHE": "0",
         "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536",
     }  # fmt: skip
     found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEASURE), folder, "gptq", "bfloat16", small],
+        [sys.executable, "-c", textwrap.dedent(MEASURE), folder, quantization, "bfloat16", small],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     form, size, most = found.stdout.split()
     numbers = 12 * (3 * 256 * 2048 + 256 * (4 * 16 + 4 * 16 + 2 * 16 * 2)) + 2 * 320 * 256
     layer = numbers / 12
-    assert form == "stored" and int(size) < 0.7 * numbers  # 4.5 bits, and the outer matrices in 16
-    assert int(most) < int(size) + 16 * layer  # codes, scales and numbers of one layer; all decoded: 48 layers' worth
+    assert form == kept and int(size) < final * numbers  # 4.5 or 8.5 bits, and the outer matrices in 16
+    assert int(most) < int(size) + work * layer  # all at once, decoded or in 16 bits: 48 and 24 times a layer's numbers

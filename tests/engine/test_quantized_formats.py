@@ -17,8 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from quire.base import env
+from quire.checkpoint.quantization import read_quantization
 from quire.config import EngineArgs
 from quire.layers.stored import packed_matrices
+from quire.loader.formats.parts import Parts
+from quire.loader.formats.schemes import input_coding
 from quire.loader.load import load_model
 from quire.ops.cpu.native import kernels
 from quire.ops.packed import Packed, unpack
@@ -43,11 +46,13 @@ from tests.quantized import (
     LINEARS,
     NF4,
     Form,
+    auto_round,
     awq,
     bnb_int8,
     bnb_table,
     compressed,
     gptq,
+    int4_in_bytes,
     int8_rows,
     mx4,
     mx8,
@@ -67,7 +72,8 @@ TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
 IDS = [list(range(4, 40)), [300, 7, 7, 25]]
 TOLERANCE = 1e-4  # of logits, to the largest
 EXACT, MINIMA, ROUNDED = 0.0, 2**-10, 0.5 / 127  # of a stored number, to the largest of its 32 neighbours
-NOT_NUMBERS = ("input_scale", "weight_format", *HQQ_ONLY)  # tensors that decoding does not read
+INPUTS_ONLY = ("input_zero_point", "input_global_scale")
+NOT_NUMBERS = ("input_scale", "weight_format", *INPUTS_ONLY, *HQQ_ONLY)  # tensors that decoding does not read
 
 
 def ints(bits, **more):
@@ -90,6 +96,7 @@ def fp8(**more):
     return {"quant_method": "fp8", "activation_scheme": "dynamic", **more}
 
 
+ONE_INPUT_SCALE = {"input_scale": torch.tensor([0.25]), "input_zero_point": torch.tensor([3], dtype=torch.int8)}
 QUARK_MX4 = quark_spec("fp4", "per_group", group_size=32, scale_format="e8m0")
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FORMS = {  # name: form, kind on a CPU, error of its numbers
@@ -101,6 +108,8 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
     "gptq-2": (gptq(2, 32, True), "Q4Z", EXACT),
     "gptq-8-rows": (gptq(8, -1, True), "Q8Z", EXACT),
     "awq": (awq(32), "Q4M", MINIMA),
+    "auto-round": (auto_round(gptq(4, 32, True), "auto_round:auto_gptq"), "Q4Z", EXACT),
+    "auto-round-awq": (auto_round(awq(32), "auto_round:auto_awq"), "Q4M", MINIMA),
     "fp8-tensor-static": (
         Form(fp8(activation_scheme="static"), static(small_floats(0, 0, E4M3, "weight_scale", shape=()))),
         "Q8Z", ROUNDED,
@@ -111,6 +120,19 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
     ),
     "fbgemm-fp8": (Form({"quant_method": "fbgemm_fp8"}, small_floats(1, 0, E4M3, "weight_scale")), "Q8Z", ROUNDED),
     "ct-w8a8-int8": (compressed("int-quantized", int8_rows(True), ints(8, strategy="channel"), TOKEN), "Q8Z", EXACT),
+    "ct-w8a8-int8-static": (
+        compressed("int-quantized", static(int8_rows(True), **ONE_INPUT_SCALE), ints(8, strategy="channel"),
+                   ints(8, dynamic=False, strategy="tensor", symmetric=False)),
+        "Q8Z", EXACT,
+    ),
+    "ct-w4a8-int8": (
+        compressed("int-quantized", int4_in_bytes(32), ints(4, strategy="group", group_size=32), TOKEN), "Q4Z", EXACT,
+    ),
+    "ct-w4a8-fp8": (
+        compressed("pack-quantized", packed_ints(4, 32, True), ints(4, strategy="group", group_size=32),
+                   {**TOKEN, "type": "float"}),
+        "Q4Z", EXACT,
+    ),
     "ct-w8-asym": (compressed("int-quantized", int8_rows(False), ints(8)), "Q8Z", ROUNDED),
     "ct-w8a8-fp8": (
         compressed("float-quantized", small_floats(1, 0, E4M3, "weight_scale"), {"num_bits": 8, "type": "float"},
@@ -133,6 +155,11 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
     "ct-w8a16": (compressed("pack-quantized", packed_ints(8, -1, True), ints(8)), "Q8Z", EXACT),
     "ct-nvfp4": (
         compressed("nvfp4-pack-quantized", nvfp4_compressed, {"num_bits": 4, "type": "float"}), "Q6Z", MINIMA,
+    ),
+    "ct-nvfp4-w4a4": (
+        compressed("nvfp4-pack-quantized", static(nvfp4_compressed, input_global_scale=torch.tensor([64.0])),
+                   {"num_bits": 4, "type": "float"}, {"num_bits": 4, "type": "float", "dynamic": "local"}),
+        "Q6Z", MINIMA,
     ),
     "ct-mxfp4": (compressed("mxfp4-pack-quantized", mx4, {"num_bits": 4, "type": "float"}), "Q5Z", EXACT),
     "modelopt-fp8": (
@@ -256,8 +283,8 @@ def stored_numbers(matrix):
     return torch.cat([unpack(p) if isinstance(p, Packed) else p for p in matrix.parts.values()])
 
 
-def largest_error(decoded, stored):
-    """Over all packed matrices, of a number to the largest of its 32 neighbours; and how many numbers are packed."""
+def largest_error(decoded, stored, among=32):
+    """Over all packed matrices, of a number to the largest of so many neighbours; and how many numbers are packed."""
     worst, packed = 0.0, 0
     for name, matrix in packed_matrices(stored).items():
         numbers = stored_numbers(matrix)
@@ -267,7 +294,7 @@ def largest_error(decoded, stored):
             assert torch.equal(numbers, wanted), name
             continue
         packed += numbers.numel()
-        wanted, numbers = (each.unflatten(1, (-1, 32)) for each in (wanted, numbers))
+        wanted, numbers = (each.unflatten(1, (-1, among)) for each in (wanted, numbers))
         scale = wanted.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         worst = max(worst, ((numbers - wanted).abs() / scale).max().item())
     return worst, packed
@@ -352,7 +379,7 @@ def test_every_tensor_is_needed(tmp_path, written):
 
 def meaning_without(name, ending):
     """What a matrix is whose tensor is missing."""
-    if ending in (*HQQ_ONLY, "quant_scale", "quant_zero", "weight_format"):
+    if ending in (*HQQ_ONLY, *INPUTS_ONLY, "quant_scale", "quant_zero", "weight_format"):
         return "the same"
     if ending == "input_scale":
         return "refused" if "static" in name or name == "modelopt-fp8" else "the same"
@@ -415,6 +442,7 @@ OTHERS = [
     ("LlamaForCausalLM", "gptq-8-rows", {"intermediate_size": 72, "head_dim": 12}, LINEARS),  # not blocks of 32
     ("LlamaForCausalLM", "bnb-nf4", {"intermediate_size": 56}, LINEARS),  # runs go over the ends of rows
     ("LlamaForCausalLM", "gptq-4-sym", {}, r"(q_proj|up_proj)\.weight$"),  # parts of a fused matrix stay plain
+    ("LlamaForCausalLM", "awq", {}, r"(?<!down)_proj\.weight$"),  # whole matrices do: modules_to_not_convert
     ("LlamaForCausalLM", "gptq-4-sym", {"hidden_size": 256, "intermediate_size": 128}, LINEARS),
 ]
 
@@ -435,6 +463,97 @@ def test_architectures(tmp_path, arch, name, sizes, matrices):
     worst, packed = largest_error(decoded, stored)
     assert worst <= error * 1.01 and packed > 20_000
     assert math.isfinite(error_to(stored, hf))
+
+
+BLOCKS_AND_GROUPS = {  # wider than the matrices of other tests
+    "gptq-64": gptq(4, 64, True), "gptq-128": gptq(4, 128, False), "gptq-128-3-bits": gptq(3, 128, True),
+    "awq-128": awq(128),
+    "fp8-128": Form(fp8(weight_block_size=[128, 128]), small_floats(128, 128, E4M3, "weight_scale_inv")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS_AND_GROUPS)
+def test_usual_sizes_of_groups(tmp_path, name):
+    """A file whose groups are not those that the configuration says is refused."""
+    form = BLOCKS_AND_GROUPS[name]
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 1}
+    hf = write(tmp_path, "LlamaForCausalLM", form, **sizes)
+    _, decoded = load(tmp_path)
+    assert error_to(decoded, hf) < TOLERANCE
+    if kernels() is not None:
+        among, error = (32, ROUNDED) if name == "fp8-128" else (form.config["group_size"], MINIMA)
+        worst, packed = largest_error(
+            decoded,
+            load(tmp_path, quantization=form.config["quant_method"])[1],
+            among,  # minima are those of a group
+        )
+        assert packed > 200_000 and worst <= error * 1.01
+    key = "weight_block_size" if name == "fp8-128" else "group_size"
+    about = json.loads((tmp_path / "config.json").read_text())
+    about["quantization_config"][key] = [64, 128] if name == "fp8-128" else 32
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(QuireError, match="_proj"):
+        load(tmp_path)
+
+
+def test_gptq_with_numbers_by_module(tmp_path):
+    """GPTQModel's `dynamic`: down projections in 8 bits and other groups, attention of the first layer plain."""
+    rules = {r"+:.*\.down_proj": {"bits": 8, "group_size": 48}, r"-:.*layers\.0\.self_attn": {}}
+    four, eight = gptq(4, 32, True), gptq(8, 48, False)
+    form = Form(
+        {**four.config, "dynamic": rules},
+        lambda weight: (eight if weight.shape[1] == 96 else four).write(weight),
+        r"(layers\.1\.self_attn\.\w_proj|mlp\.\w+_proj)\.weight$",
+    )
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
+    about = json.loads((tmp_path / "config.json").read_text())
+    del about["quantization_config"]["dynamic"]
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(QuireError, match="down_proj"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_compressed_tensors_with_schemes_by_module(tmp_path, order):
+    """Down projections in 4 bits without a scale for inputs, others in 8 with one: a matrix's tensors say which."""
+    eight, four = FORMS["ct-w8a8-int8-static"][0], FORMS["ct-w4a16"][0]
+    groups = {
+        f"group_{at}": {**form.config["config_groups"]["group_0"], "targets": [target]}
+        for at, (form, target) in enumerate([(eight, "re:.*(attn|gate|up).*"), (four, "re:.*down_proj")][::order])
+    }
+    form = Form(
+        {**eight.config, "format": "mixed-precision", "config_groups": groups},
+        lambda weight: (four if weight.shape[1] == 96 else eight).write(weight),
+    )
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    _, decoded = load(tmp_path)
+    assert error_to(decoded, hf) < TOLERANCE
+    if kernels() is not None:
+        stored = load(tmp_path, quantization="compressed-tensors")[1]
+        assert {part.kind for part in stored.layers[1].mlp.down.stored.packed.parts} == {"Q4Z"}
+        assert {part.kind for part in stored.layers[1].mlp.up.stored.packed.parts} == {"Q8Z"}
+        assert largest_error(decoded, stored)[0] == 0
+
+
+def test_compressed_tensors_of_one_type_with_and_without_rounded_inputs():
+    """8-bit floats everywhere; the names of modules say whose inputs are rounded."""
+    config = FORMS["ct-w8a8-fp8"][0].config
+    group = config["config_groups"]["group_0"]
+    groups = {
+        "group_0": {**group, "targets": ["re:.*(attn|gate|up).*"]},
+        "group_1": {**group, "targets": ["re:.*down_proj"], "input_activations": None},
+    }
+    about = read_quantization({"quantization_config": {**config, "config_groups": groups}})
+    for targets, words in (("x", "targets 'x' must be a list"), (["re:("], "is not a usable pattern")):
+        wrong = {**config, "config_groups": {"group_0": {**group, "targets": targets}}}
+        with pytest.raises(QuireError, match=words):
+            read_quantization({"quantization_config": wrong})
+    found = {
+        name: input_coding(Parts(f"model.layers.0.mlp.{name}", {}, {}), about, "fp8").form
+        for name in ("up_proj", "down_proj")
+    }
+    assert found == {"up_proj": "fp8", "down_proj": "none"}
 
 
 LARGE = {"hidden_size": 256, "intermediate_size": 192, "num_hidden_layers": 1}

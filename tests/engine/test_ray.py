@@ -1,5 +1,6 @@
-"""distributed_executor_backend="ray": workers are actors. A local cluster without a dashboard, of two nodes with one
-processor each, which ends with the tests. Ray is an extra and starts slowly: `make ranks` runs this if it is there."""
+"""distributed_executor_backend="ray": workers are actors; data_parallel_backend="ray": engines are. A local cluster
+without a dashboard, of two nodes with one processor each, which ends with the tests. Ray is an extra and starts slowly:
+`make ranks` runs this if it is there."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ import pytest
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from quire.schema.errors import EngineDeadError
-from tests.tiny_models import write_tiny
+from tests.engine.test_ranks_engine import LINEARS, answers
+from tests.server.hosted import Hosted, wait_until
+from tests.server.test_engines_server import Streaming
+from tests.tiny_adapters import write_adapter
+from tests.tiny_models import make_tiny, write_tiny
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
@@ -27,6 +32,7 @@ OPTIONS: dict[str, Any] = dict(device="cpu", dtype="float32", max_model_len=96, 
 PROMPTS = [{"prompt_token_ids": [7, 9, 30, 4, 11]}, {"prompt_token_ids": [5, 6]}]
 ROOT = Path(__file__).parents[2]
 STORE = 80 << 20  # bytes of shared memory for each node: the least that Ray takes
+NODE: dict[str, Any] = dict(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +43,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("adapted")
+    write_adapter(make_tiny("LlamaForCausalLM", made), made / "adapter", targets=LINEARS)
+    return made
+
+
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     before, plain, handler = dict(os.environ), builtins.print, signal.getsignal(signal.SIGTERM)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), before.get("PYTHONPATH")]))
-    node = dict(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
-    made = Cluster(initialize_head=True, head_node_args=node)
-    made.add_node(**node)
+    made = Cluster(initialize_head=True, head_node_args=NODE)
+    made.add_node(**NODE)
     os.environ["RAY_ADDRESS"] = made.address
     yield made
     ray.shutdown()
@@ -69,6 +81,63 @@ def test_two_nodes_answer_as_one(cluster: Any, folder: Path) -> None:
         assert len(set(nodes)) == 2
     with LLM(str(folder), pipeline_parallel_size=2, distributed_executor_backend="ray", **OPTIONS) as llm:
         assert greedy(llm) == whole
+
+
+def test_engines_on_two_nodes(cluster: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """data_parallel_backend="ray": an engine for each node, started by Ray, and the tokens of one engine."""
+    with LLM(str(folder), **OPTIONS) as llm:
+        whole = greedy(llm)
+    before = signal.getsignal(signal.SIGTERM)
+    with LLM(str(folder), data_parallel_size=2, data_parallel_backend="ray", **OPTIONS) as llm:
+        assert "2 engines on 2 Ray nodes" in caplog.text
+        assert greedy(llm) == whole
+        assert len(set(llm.collective_rpc("tests.rank_probe:pid_of"))) == 2
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_adapters_and_grammars_answer_as_through_processes(cluster: Any, adapted: Path) -> None:
+    """Bits and all: of drawn requests, log probabilities, a grammar and an adapter, with weights of 8 bits."""
+    both = dict(tensor_parallel_size=2, enable_lora=True, quantization="int8_wo", **OPTIONS)
+    with LLM(str(adapted), **both) as llm:
+        expected = answers(llm, adapted)
+    with LLM(str(adapted), distributed_executor_backend="ray", **both) as llm:
+        assert answers(llm, adapted) == expected
+
+
+def test_experts_that_move(cluster: Any, tmp_path: Path) -> None:
+    write_tiny("Qwen3MoeForCausalLM", tmp_path)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        whole = greedy(llm)
+    moving = dict(num_redundant_experts=2, window_size=4, step_interval=4)
+    whole_experts = dict(enable_expert_parallel=True, enable_eplb=True, eplb_config=moving)
+    with LLM(
+        str(tmp_path), tensor_parallel_size=2, distributed_executor_backend="ray", **whole_experts, **OPTIONS
+    ) as llm:
+        assert greedy(llm) == whole
+        counted = llm.collective_rpc("tests.rank_probe:moves_of")
+        assert len(counted) == 2 and counted[0][0] > 4 and counted[0] == counted[1]
+
+
+def test_two_ranks_in_each_of_two_stages_on_four_nodes(cluster: Any, folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        whole = greedy(llm)
+    more = [cluster.add_node(**NODE) for _ in range(2)]
+    sizes = dict(tensor_parallel_size=2, pipeline_parallel_size=2)
+    with LLM(str(folder), distributed_executor_backend="ray", **sizes, **OPTIONS) as llm:
+        assert greedy(llm) == whole
+        assert len(set(llm.collective_rpc("tests.rank_probe:ray_node_of"))) == 4
+    for node in more:
+        cluster.remove_node(node)
+
+
+def test_engines_whose_workers_ray_places(cluster: Any, folder: Path) -> None:
+    """Both backends: an engine may then have ranks on several nodes."""
+    with LLM(str(folder), **OPTIONS) as llm:
+        whole = greedy(llm)
+    ray_twice = dict(data_parallel_backend="ray", distributed_executor_backend="ray")
+    with LLM(str(folder), data_parallel_size=2, **ray_twice, **OPTIONS) as llm:
+        assert greedy(llm) == whole
+        assert len(set(llm.collective_rpc("tests.rank_probe:ray_node_of"))) == 2
 
 
 # An actor on the node that will be killed: prints when Ray says that it is gone.
@@ -114,7 +183,7 @@ def test_a_documented_program(cluster: Any, folder: Path) -> None:
 
 
 def test_a_killed_node_fails_every_caller(cluster: Any, folder: Path) -> None:
-    """The last test of this file: one node is left."""
+    """One node is left; the next test adds another."""
 
     async def scene() -> None:
         args = AsyncEngineArgs(model=str(folder), tensor_parallel_size=2, distributed_executor_backend="ray", **OPTIONS)
@@ -147,3 +216,37 @@ def test_a_killed_node_fails_every_caller(cluster: Any, folder: Path) -> None:
         llm.shutdown()
 
     asyncio.run(scene())
+
+
+def test_a_server_with_engines_on_two_nodes_one_of_which_is_killed(cluster: Any, folder: Path) -> None:
+    """`vllm serve -dp 2 --data-parallel-backend ray`: one command. The engine of the other node goes on."""
+    if not cluster.worker_nodes:
+        cluster.add_node(**NODE)
+    command = "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    flags = ("-dp", "2", "--data-parallel-backend", "ray", "--max-model-len", "512", "--port", "0")
+    words = (sys.executable, "-c", command, "serve", str(folder), "--dtype", "float32", "--device", "cpu", *flags)
+    path = os.pathsep.join([str(ROOT / "compat"), os.environ["PYTHONPATH"]])
+    process = subprocess.Popen(
+        words, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    server = Hosted(process)
+    try:
+        server.url = server.wait_for_line(r"Listening at (\S+) ", 250)[1].replace("//0.0.0.0:", "//127.0.0.1:")
+        assert "2 engines on 2 Ray nodes" in server.log
+        streams = [Streaming(server, rank) for rank in range(2)]
+        assert all(stream.begun.wait(60) for stream in streams), [stream.error for stream in streams]
+        (victim,) = cluster.worker_nodes
+        cluster.remove_node(victim, False)
+        wait_until(lambda: any(stream.error for stream in streams))
+        (lost,) = (rank for rank in range(2) if streams[rank].error)
+        assert f"machine {ray.util.get_node_ip_address()} with engine {lost} is lost" in streams[lost].error
+        health = server.get("/health")
+        assert health.status_code == 200 and list(health.json()["dead_engines"]) == [str(lost)]
+        assert server.complete("abc", 4).status_code == 200 and not streams[1 - lost].error
+        server.signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+        server.wait(60)

@@ -57,7 +57,7 @@ class TinyLlava:
 
     def answer(self, text: str, images: Sequence[Image.Image], num_tokens: int = 8) -> tuple[list[int], list[int]]:
         """(the prompt's ids, the greedy answer's)."""
-        inputs: Any = self.processor(text=text, images=list(images), return_tensors="pt")
+        inputs: Any = self.processor(text=text, images=list(images) or None, return_tensors="pt")
         with torch.no_grad():
             out = self.model.generate(
                 **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False,

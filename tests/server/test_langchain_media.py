@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.media.test_joined import qwen2_audio
 from tests.media.test_pixels_oracle import picture
+from tests.media.tiny_hearing import PLACE, TinyHearing
 from tests.media.tiny_llava import TinyLlava
-from tests.media.tokens import SPECIAL, write_tokenizer
 from tests.server.live import Live, live
 from tests.tiny_whisper import RATE, read_back, speech
 
 langchain = pytest.importorskip("langchain_openai")
 messages = pytest.importorskip("langchain_core.messages")
 NUM = 8
-TEMPLATE = (
-    "{% for message in messages %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
-    "{% else %}<|audio_bos|><|AUDIO|><|audio_eos|>{% endif %}{% endfor %}{% endfor %}"
-)
 
 
 def encoded(data: bytes) -> str:
@@ -67,27 +61,21 @@ def test_an_image(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_audio(tmp_path: Path) -> None:
-    import torch
-    import transformers as tf
-    from tokenizers import Tokenizer
-
-    write_tokenizer(tmp_path, chat_template=TEMPLATE)
-    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    torch.manual_seed(3)
-    tf.Qwen2AudioForConditionalGeneration(qwen2_audio(vocab)).eval().float().save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_size": 16, "chunk_length": 2}))
-    bias = {vocab.token_to_id(one): -100.0 for one in SPECIAL}
+    tiny = TinyHearing(tmp_path)
+    bias = tiny.bias
     engine = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "served_model_name": "tiny"}
     data = speech(3, 1.3)
     with LLM(str(tmp_path), **engine) as llm:
         prompt: Any = {
-            "prompt": "<|audio_bos|><|AUDIO|><|audio_eos|>What is said?",
+            "prompt": f"{PLACE}What is said?",
             "multi_modal_data": {"audio": (read_back(data), RATE)},
         }
+        other = {**prompt, "multi_modal_data": {"audio": (read_back(speech(5, 0.9)), RATE)}}
         params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logit_bias=bias,
                                 skip_special_tokens=False)  # fmt: skip
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-    text = output.outputs[0].text
+        outputs = llm.generate([prompt, other], params, use_tqdm=False)
+    text = outputs[0].outputs[0].text
+    assert text != outputs[1].outputs[0].text  # what is said matters
     parts = (
         {"type": "audio", "base64": encoded(data), "mime_type": "audio/wav"},
         {"type": "input_audio", "input_audio": {"data": encoded(data), "format": "wav"}},

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
-from quire.base import env
-from quire.schema.errors import ConfigError
-from quire.server import adapters
+from quire.base import env, plugins
+from quire.schema.errors import ConfigError, InputError
+from quire.server import adapters, resolvers
 from quire.server.adapters import LoraModule, read_modules
+from quire.server.host import ENGINE_DIED, Host
 from quire.server.resolvers import FilesystemResolver
+from tests.media.test_pixels_oracle import picture
+from tests.media.tiny_llava import TinyLlava
 from tests.server.live import Live, error_of, live
-from tests.tiny_adapters import TinyAdapter, greedy, merge, write_adapter
+from tests.tiny_adapters import TinyAdapter, greedy, linear_modules, merge, write_adapter
 from tests.tiny_models import make_tiny, tiny_model
 
 PROMPT = [5, 9, 77, 100, 41, 8]
@@ -182,6 +188,33 @@ def test_a_resolver_finds_what_lies_in_its_folder(served: Served) -> None:
         error_of(served.server.post("/v1/completions", BODY | {"model": name}), 404)
 
 
+def test_a_resolver_of_a_plug_in(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered by whoever's entry point, under the names that vLLM documents; asked before Quire's own."""
+    adapter = write_adapter(served.model, served.folder / "theirs", seed=31)
+    asked: list[tuple[str, str]] = []
+
+    def register() -> None:
+        from vllm.lora.request import LoRARequest
+        from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+
+        class Theirs(LoRAResolver):
+            async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+                asked.append((base_model_name, lora_name))
+                return LoRARequest(lora_name, 4711, adapter.path) if lora_name == "theirs" else None
+
+        LoRAResolverRegistry.register_resolver("theirs", Theirs())
+
+    entry = SimpleNamespace(name="theirs", value="theirs:register", dist=None, load=lambda: register)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] if group == "vllm.general_plugins" else [])
+    monkeypatch.setattr(plugins, "_called", set())
+    monkeypatch.setattr(resolvers.LoRAResolverRegistry, "_resolvers", {})
+    plugins.call_plugins()
+    assert served.tokens("theirs") == served.expected(adapter) and "theirs" in served.names()
+    error_of(served.server.post("/v1/completions", BODY | {"model": "nobody's"}), 404)
+    assert [name for _, name in asked] == ["theirs", "nobody's"]  # once it is loaded, nobody is asked again
+    assert served.tokens("theirs") == served.expected(adapter) and len(asked) == 2
+
+
 def test_a_resolver_stays_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "adapter_config.json").write_text("{}")
@@ -214,3 +247,66 @@ def test_lora_modules(entries: list[str], expected: list[LoraModule]) -> None:
 def test_lora_modules_that_are_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match="lora_modules"):
         read_modules([entry])
+
+
+def test_media_bring_their_adapter(tmp_path: Path) -> None:
+    """default_mm_loras in chats: an image brings its adapter, text does not, and `model` may name it."""
+    tiny = TinyLlava(tmp_path)
+    found = linear_modules(tiny.model, ("q_proj", "v_proj", "down_proj"))
+    modules = {name: size for name, size in found.items() if "language_model" in name}
+    adapter = write_adapter(tiny.model, tmp_path / "adapter", modules=modules, strength=1.0)
+    image, text = picture(64, 48), {"type": "text", "text": "What"}
+    coded = io.BytesIO()
+    image.save(coded, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(coded.getvalue()).decode()
+    chats = {
+        "image": [{"type": "image_url", "image_url": {"url": url}}, text],
+        "text": [text],
+    }
+    words = {"image": ("user: <image>\nWhat\nassistant:", [image]), "text": ("user: What\nassistant:", [])}
+    expected = {(kind, None): tiny.answer(*given)[1] for kind, given in words.items()}
+    tiny.model = merge(tiny.model, adapter)
+    expected |= {(kind, "image"): tiny.answer(*given)[1] for kind, given in words.items()}
+    assert expected["image", None] != expected["image", "image"]
+    engine = {"dtype": "float32", "max_model_len": 256, "served_model_name": "base", "enable_lora": True,
+              "default_mm_loras": {"image": adapter.path}}  # fmt: skip
+    with live(str(tmp_path), engine=engine) as server:
+        loading = server.state.adapters.load_media_adapters()
+        asyncio.run_coroutine_threadsafe(loading, server.loop).result(60)
+        for model, kind, own in (
+            ("base", "image", "image"), ("base", "text", None), ("image", "image", "image"), ("image", "text", "image"),
+        ):  # fmt: skip
+            body = {
+                "model": model, "messages": [{"role": "user", "content": chats[kind]}], "temperature": 0,
+                "max_tokens": 8, "ignore_eos": True, "return_token_ids": True,
+                "logit_bias": {str(tiny.image_id): -100},
+            }  # fmt: skip
+            response = server.post("/v1/chat/completions", body)
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["token_ids"] == expected[kind, own], (model, kind)
+        names = [card["id"] for card in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]]
+        assert names == ["base", "image"]
+        for changing in (
+            server.state.adapters.unload("image"),
+            server.state.adapters.load("image", str(tmp_path), load_inplace=True),
+        ):
+            with pytest.raises(
+                InputError, match="'image' is one of default_mm_loras: it cannot be replaced or unloaded"
+            ):
+                asyncio.run_coroutine_threadsafe(changing, server.loop).result(60)
+
+
+@pytest.mark.parametrize("which", ["load_modules", "load_media_adapters"])
+def test_a_server_ends_if_an_adapter_of_its_options_cannot_be_loaded(which: str) -> None:
+    async def load(*given: object) -> None:
+        return None
+
+    async def fail(*given: object) -> None:
+        raise ConfigError(f"{which}: no such folder")
+
+    made = SimpleNamespace(**{"load_modules": load, "load_media_adapters": load, which: fail})
+    host = Host.__new__(Host)
+    host.state = cast(Any, SimpleNamespace(adapters=made, options=SimpleNamespace(lora_modules=())))
+    host.status = 0
+    assert not asyncio.run(host._load_adapters())
+    assert host.status == ENGINE_DIED

@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from quire import LLM, SamplingParams
@@ -154,20 +156,20 @@ def test_a_server_without_engines_and_the_order_of_its_end(machines: Machines, t
             wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
-def test_an_engine_that_is_stuck_there_is_known_here(machines: Machines) -> None:
-    with machines.server("--engine-stall-timeout", "2") as server, machines.node("--engine-stall-timeout", "2") as node:
+def test_an_engine_that_is_stuck_there_is_known_here(machines: Machines, tmp_path: Path) -> None:
+    limit, gate = ("--engine-stall-timeout", "2"), tmp_path / "gate"
+    with machines.server(*limit) as server, machines.node(*limit) as node, ThreadPoolExecutor(1) as pool:
         ready(server)
-        stream = Streaming(server, 3)
-        assert stream.begun.wait(60), stream.error
-        victim = engine_pids(node)[1]
-        os.kill(victim, signal.SIGSTOP)
-        wait_until(lambda: server.get("/health").status_code == 503)
-        node.wait_for_line("Engine 3 is stuck: no step finished for")
-        os.kill(victim, signal.SIGCONT)
+        body, named = completion("abc", 6, gate=str(gate)), {"X-data-parallel-rank": "3"}
+        held = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, headers=named, timeout=300)
+        try:
+            wait_until(lambda: server.get("/health").status_code == 503)
+            node.wait_for_line("Engine 3 is stuck: no step finished for")
+            node.wait_for_line("Thread 0x")  # its stacks, where it is
+        finally:
+            gate.touch()
         wait_until(lambda: server.get("/health").status_code == 200)
-        node.wait_for_line("Thread 0x")  # its stacks, where it is
-        stream.join(60)
-        assert not stream.error and server.complete("abc", 6).status_code == 200
+        assert held.result().json()["choices"][0]["text"] == "abcabc"
 
 
 def test_a_killed_server_ends_its_machines(machines: Machines) -> None:
@@ -177,6 +179,33 @@ def test_a_killed_server_ends_its_machines(machines: Machines) -> None:
         server.signal(signal.SIGKILL)
         assert node.wait(60) == 1 and "the server at 127.0.0.2" in node.log and "is lost" in node.log
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
+
+
+def test_nodes_by_their_number(tmp_path: Path) -> None:
+    """`--nnodes` and `--node-rank` alone say which engines a machine has."""
+    where = ("--master-addr", HERE, "--data-parallel-rpc-port", str(free_port(HERE)), "--generation-config", "vllm")
+    flags = (write_model(tmp_path / "model"), "-dp", "4", "--nnodes", "2", *where)
+    second = (*flags, "--node-rank", "1", "--headless")
+    there = KEY | {"QUIRE_HOST_IP": THERE}
+    with started(*flags, "--port", "0", env=KEY) as server, started(*second, env=there) as node:
+        ready(server)
+        assert len(engine_pids(server)) == len(engine_pids(node)) == 2
+        for rank in RANKS:
+            named = server.post("/v1/completions", completion(), headers={"X-data-parallel-rank": str(rank)})
+            assert named.json()["choices"][0]["text"] == "abcabc"
+        assert generated(server) == [6, 6, 6, 6]
+        server.signal(signal.SIGTERM)
+        assert server.wait(60) == 0 and node.wait(60) == 0
+
+
+def test_a_server_that_fails_later_is_not_taken_to_be_shut_down(machines: Machines) -> None:
+    """Its engines are ready, and an adapter has the model's own name: it ends with status 1, without an exception."""
+    wrong = ("--served-model-name", "one", "--lora-modules", "one=/nowhere")
+    with machines.server("--enable-lora", *wrong) as server, machines.node("--enable-lora") as node:
+        server.wait_for_line("Engine 3 on .* is ready")
+        assert server.wait(60) == 1
+        assert node.wait(60) == 1 and "The server was shut down" not in node.log
+        assert re.search(r"the server at 127\.0\.0\.2:\d+ ended: it (ended|could not)", node.lines[-1]), node.log
 
 
 def test_who_is_refused_and_why(machines: Machines, tmp_path: Path) -> None:

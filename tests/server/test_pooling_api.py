@@ -299,6 +299,9 @@ def test_batch_files(embedder: Live, ranker: Live) -> None:
     asked = [
         ("a", "/v1/embeddings", {"input": TEXTS[0]}), ("b", "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1]}),
         ("c", "/rerank", {"query": TEXTS[0], "documents": TEXTS}), ("d", "/v1/completions", {"prompt": "a"}),
+        ("e", "/score", {"text_1": TEXTS[0], "text_2": TEXTS[1]}),
+        ("f", "/v1/rerank", {"query": TEXTS[0], "documents": TEXTS}),
+        ("g", "/v2/rerank", {"query": TEXTS[0], "documents": TEXTS}),
     ]  # fmt: skip
     lines = [json.dumps({"custom_id": i, "method": "POST", "url": url, "body": body}) for i, url, body in asked]
     for server in (embedder, ranker):
@@ -308,10 +311,13 @@ def test_batch_files(embedder: Live, ranker: Live) -> None:
         asyncio.run_coroutine_threadsafe(running, server.loop).result(60)
         answers = [json.loads(line) for line in target.getvalue().splitlines()]
         statuses = [answer["response"]["status_code"] for answer in answers]
-        assert statuses == [200 if server is embedder else 400, 200, 200, 400]
+        assert statuses == [200 if server is embedder else 400, 200, 200, 400, 200, 200, 200]
         assert "runner=pooling" in answers[3]["error"]["message"]
         score = ok(server.post("/score", asked[1][2]))["data"][0]["score"]
-        assert answers[1]["response"]["body"]["data"][0]["score"] == pytest.approx(score, abs=1e-6)
+        for number in (1, 4):
+            assert answers[number]["response"]["body"]["data"][0]["score"] == pytest.approx(score, abs=1e-6)
+        ranks = [[item["index"] for item in answers[number]["response"]["body"]["results"]] for number in (2, 5, 6)]
+        assert ranks[0] == ranks[1] == ranks[2] and sorted(ranks[0]) == [0, 1, 2]
 
 
 def test_pages_list_the_routes(embedder: Live) -> None:

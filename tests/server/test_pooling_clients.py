@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,25 @@ def test_cohere_client(embedder: Live, ranker: Live) -> None:
         older = cohere.Client(api_key="none", base_url=ranker.url, httpx_client=connection)
         results = older.rerank(model="rank", query=QUERY, documents=[{"text": text} for text in TEXTS]).results
         assert [item.index for item in results] == ranks_of(scores)
+
+
+@pytest.mark.parametrize("provider", ["jina_ai", "cohere", "hosted_vllm"])
+def test_litellm(provider: str, ranker: Live, embedder: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jina's and Cohere's bodies as litellm writes them, and its reading of the answers."""
+    monkeypatch.setattr(sys, "path", sys.path[:])  # litellm adds folders when it is imported
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it fetches one
+    litellm = pytest.importorskip("litellm")
+    scores = scores_of(ranker)
+    base = {"jina_ai": "/v1/rerank", "cohere": "/v2/rerank", "hosted_vllm": ""}[provider]
+    answer = litellm.rerank(
+        model=f"{provider}/rank", query=QUERY, documents=TEXTS, top_n=2, api_base=ranker.url + base, api_key="none"
+    )
+    assert [item["index"] for item in answer.results] == ranks_of(scores)[:2]
+    best = sorted(scores, reverse=True)[:2]
+    assert [item["relevance_score"] for item in answer.results] == pytest.approx(best, abs=1e-5)
+    if provider == "hosted_vllm":
+        found = litellm.embedding(model="hosted_vllm/emb", input=TEXTS, api_base=f"{embedder.url}/v1", api_key="none")
+        assert [item["embedding"] for item in found.data] == near(vectors_of(embedder))
 
 
 def test_bench(embedder: Live, ranker: Live, tmp_path: Path) -> None:

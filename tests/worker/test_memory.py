@@ -3,7 +3,9 @@ and what is said when something does not fit."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from quire.schema.kv import KVKind, KVSpec
 from quire.worker import gpu_memory, kv_memory
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
+from quire.worker.early import Early
 from quire.worker.gpu_memory import MARGIN, PER_GRAPH
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.trial import Trial, scratch_layout
@@ -195,10 +198,38 @@ def test_a_start_without_kernels_compiles_and_keeps_the_list(
     worker._parts = WorkerParts(
         **{**vars(worker._parts), "record": lambda run, tell: run() or [tell(job) or job for job in jobs]}
     )
-    worker._early = SimpleNamespace(manifest=manifest, compilers=compilers)
+    early = worker._early = SimpleNamespace(manifest=manifest, compilers=compilers)
+    early.close = partial(Early.close, early)
     worker.load()
-    assert ran == [f"begin {jobs[0]}", "wait", "close", f"write {jobs}"]
+    assert ran == [f"begin {jobs[0]}", "wait", f"write {jobs}", "close"]
     assert worker._early.compilers is None
     manifest.current = True
     worker.load()
     assert len(ran) == 4  # with a current list nothing is recorded
+
+
+@pytest.mark.parametrize("way", ["nothing is kept between steps", "the load fails"])
+def test_processes_that_compile_end_with_the_load(device: SimpleNamespace, way: str) -> None:
+    ran: list[str] = []
+    manifest = SimpleNamespace(current=False, write=lambda given: ran.append(f"write {given}"))
+    worker = make_worker(BlindBackend())
+    early = worker._early = SimpleNamespace(
+        manifest=manifest, compilers=SimpleNamespace(close=lambda: ran.append("close"))
+    )
+    early.close = partial(Early.close, early)
+    if way == "the load fails":
+        worker._parts = WorkerParts(**{**vars(worker._parts), "reload_weights": lambda *_: 1 / 0})
+        with pytest.raises(ZeroDivisionError):
+            worker.load()
+        assert ran == ["close"]
+        return
+    make = worker._parts.make_model
+
+    def without_layers(*given: Any) -> Any:
+        model = make(*given)
+        model.kv_specs = lambda *_: []
+        return model
+
+    worker._parts = WorkerParts(**{**vars(worker._parts), "make_model": without_layers})
+    assert worker.load().specs == ()
+    assert ran == ["write []", "close"]  # the next start does not begin any

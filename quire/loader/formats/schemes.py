@@ -1,12 +1,13 @@
 """How inputs of a coded matrix are rounded, as the configuration of its checkpoint says.
 
 compressed-tensors lists schemes (`config_groups`), and so does Quark, by patterns of module names; which one a matrix
-belongs to is told by its own tensors: the scheme whose weights are of that type and have that many bits. Must not know:
-shapes.
+belongs to is told by its own tensors: the scheme whose weights are of that type and have that many bits, and of several
+the one that names the module. Must not know: shapes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +20,8 @@ from quire.quant.coded import PLAIN_INPUT, InputCoding
 def input_coding(parts: Parts, about: Quantization, weight_form: str) -> InputCoding:
     """Without the scale itself, which is not read yet. CheckpointError: it should be in the file and is not."""
     if about.family == "compressed-tensors":
-        return _of_scheme(parts, weight_schemes(about, weight_form))
+        schemes = weight_schemes(about, weight_form)
+        return _of_scheme(parts, [scheme for scheme in schemes if names_module(scheme, parts.module)] or schemes)
     if about.family == "quark":
         return _of_scheme(parts, [scheme for scheme in weight_schemes(about, weight_form) if covers(scheme, parts)][:1])
     if about.input_form == "none":
@@ -43,6 +45,14 @@ def weight_schemes(about: Quantization, form: str, bits: int | None = None) -> l
     return matches
 
 
+def names_module(scheme: Mapping[str, Any], module: str) -> bool:
+    """Of compressed-tensors, whose targets are names or patterns of names; one may be a class, which names nothing."""
+    return any(
+        re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+        for target in scheme.get("targets") or ()
+    )
+
+
 def covers(scheme: Mapping[str, Any], parts: Parts) -> bool:
     """Whether a scheme names this module: of Quark, whose targets are patterns of file names."""
     return any(fnmatchcase(parts.module, pattern) for pattern in scheme["targets"])
@@ -55,6 +65,8 @@ def _of_scheme(parts: Parts, schemes: list[Mapping[str, Any]]) -> InputCoding:
     is_float, bits = inputs.get("type", "int") == "float", inputs.get("num_bits", 8)
     form = ("fp4" if bits == 4 else "fp8") if is_float else "int8"
     if inputs.get("dynamic") is False:
+        if "input_scale" not in parts and not all(scheme.get("input_activations") for scheme in schemes):
+            return PLAIN_INPUT  # the matrix is of a scheme that does not round inputs
         parts.need("input_scale")
         return InputCoding(form, "static")
     by = {"tensor": "tensor", "group": "group", "tensor_group": "group"}.get(str(inputs.get("strategy")), "token")

@@ -6,11 +6,12 @@ Must not know: where items come from, tokenizers, positions in a prompt.
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
+from quire.schema.media import ArrayData
 
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALF = [0.5, 0.5, 0.5]
@@ -25,6 +26,14 @@ class ProcessedItem(NamedTuple):
     arrays: dict[str, Any]  # numpy's, or ArrayData
     text: str
     num_vectors: int
+
+
+def array_data(array: Any) -> ArrayData:
+    import numpy as np  # lazy
+
+    little = np.ascontiguousarray(array)
+    little = little.astype(little.dtype.newbyteorder("<"), copy=False)
+    return ArrayData(shape=tuple(map(int, array.shape)), dtype=str(array.dtype.name), data=little.tobytes())
 
 
 class Family(abc.ABC):
@@ -42,6 +51,8 @@ class Family(abc.ABC):
     counts_items = False  # an item alone in its prompt is processed differently
     tells_tokens = False  # the encoder is told the ids of an item's tokens that get vectors (TOKENS)
     fixed: Collection[str] = ()  # settings of sizes that the number of vectors does not follow: a prompt keeps them
+    prunes_video = False  # vectors of a video may be left out
+    video_pruning_rate = 0.0  # as many of them
     begins_text = False  # a prompt with items begins with the token that begins texts, or else the one that ends them
 
     def __init__(self, files: ProcessorFiles) -> None:
@@ -91,6 +102,18 @@ class Family(abc.ABC):
         return InputError(
             f"this model takes {', '.join(self.placeholders)} and no {modality}", param="multi_modal_data"
         )
+
+
+class FamilyByModality(Family):
+    """A family that has settings and a method of its own for items of each modality."""
+
+    @abc.abstractmethod
+    def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]: ...
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
+        if modality not in self.placeholders:
+            raise self.refuse(modality)
+        return self.methods()[modality](value, self._own[modality].over(options))
 
 
 def _is_same(value: Any, own: Any) -> bool:

@@ -16,6 +16,7 @@ class Glm4v(Qwen2VL):
     image_edges = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
     video_edges = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}
     steps = STEPS
+    prunes_video = False
 
     def written(self, modality: str, number: int) -> str:
         return f"<|begin_of_{modality}|>{self.placeholders[modality]}<|end_of_{modality}|>"

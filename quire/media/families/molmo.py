@@ -5,12 +5,12 @@ Every token of an item gets a vector, marks of rows and ends too: all of them at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
-from quire.media.families.base import BILINEAR, HALF, Family, ProcessedItem
+from quire.media.families.base import BILINEAR, HALF, FamilyByModality, ProcessedItem
 from quire.media.images import check_crops, check_frames
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
@@ -32,7 +32,7 @@ _MOST_CROPS = 64
 _MOST_SIDE = 4096
 
 
-class Molmo2(Family):
+class Molmo2(FamilyByModality):
     placeholders = {"image": "<|image|>", "video": "<|video|>"}
     features = {"image": _PATCH, "video": _PATCH}
     marks = {"image": _MARKS, "video": _MARKS}
@@ -59,12 +59,8 @@ class Molmo2(Family):
         if not own.flag("use_frame_special_tokens"):
             self.frame_ends = ("<im_start>", "<im_end>")
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
-        if modality == "image":
-            return self._image(value, self.image.over(options))
-        if modality == "video":
-            return self._video(value, self.video.over(options))
-        raise self.refuse(modality)
+    def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]:
+        return {"image": self._image, "video": self._video}
 
     def _image(self, image: Image, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy

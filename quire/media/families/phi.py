@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
 from quire.media.audio import Audio, resample
-from quire.media.families.base import BICUBIC, BILINEAR, HALF, Family, ProcessedItem
+from quire.media.families.base import BICUBIC, BILINEAR, HALF, FamilyByModality, ProcessedItem
 from quire.media.images import check_size
 from quire.media.mel import BankOptions, check_transforms, log_banks
 from quire.media.pixels import Array, Size
@@ -33,7 +33,7 @@ _AUDIO = {
 }  # fmt: skip
 
 
-class Phi4Multimodal(Family):
+class Phi4Multimodal(FamilyByModality):
     placeholders = {"image": "<|image|>", "audio": "<|audio|>"}
     regards = {"audio": "image"}  # another projection
 
@@ -41,14 +41,10 @@ class Phi4Multimodal(Family):
         super().__init__(files)
         self.image = self.settings("image", _IMAGE, "do_resize")
         own = files.processor.get("audio_processor")
-        self.audio = Settings.of(_AUDIO, own if isinstance(own, Mapping) else files.parts.get("audio", {}))
+        self._own["audio"] = Settings.of(_AUDIO, own if isinstance(own, Mapping) else files.parts.get("audio", {}))
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
-        if modality == "image":
-            return self._image(value, self.image.over(options))
-        if modality == "audio":
-            return self._audio(value, self.audio.over(options))
-        raise self.refuse(modality)
+    def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]:
+        return {"image": self._image, "audio": self._audio}
 
     def _image(self, image: Image, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy

@@ -3,14 +3,15 @@ two; and models that take images in nearly the same way (VideoLLaMA 3, PaddleOCR
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
-from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, Family, ProcessedItem
+from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, FamilyByModality, ProcessedItem
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.media.video import Video
+from quire.schema.media import KEPT
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,11 +34,12 @@ _FRAMES = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
 FPS = 24.0  # of a video that does not say
 
 
-class Qwen2VL(Family):
+class Qwen2VL(FamilyByModality):
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     image_edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     video_edges = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
     steps = STEPS
+    prunes_video = True
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -47,18 +49,14 @@ class Qwen2VL(Family):
     def written(self, modality: str, number: int) -> str:
         return f"<|vision_start|>{self.placeholders[modality]}<|vision_end|>"
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
-        if modality == "image":
-            return self._image(value, self.image.over(options))
-        if modality == "video":
-            return self._video(value, self.video.over(options))
-        raise self.refuse(modality)
+    def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]:
+        return {"image": self._image, "video": self._video}
 
     def _image(self, image: Image, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
 
         size = self._size((image.height, image.width), settings, 1)
-        flat, grid = self._patches([image], size, settings)
+        flat, grid = self._patches(self._bytes([image], size, settings), settings)
         num = grid[1] * grid[2] // settings.whole("merge_size") ** 2
         arrays = {"pixel_values": flat, "image_grid_thw": np.array([grid], np.int64), **self._further(settings)}
         return ProcessedItem(arrays, self.placeholders["image"] * num, num)
@@ -72,15 +70,20 @@ class Qwen2VL(Family):
 
         first = video.frames[0]
         size = self._size((first.height, first.width), settings, len(video.frames))
-        flat, grid = self._patches(video.frames, size, settings)
-        each = grid[1] * grid[2] // settings.whole("merge_size") ** 2
-        depth = settings.whole("temporal_patch_size")
+        bytes_ = self._bytes(video.frames, size, settings)
+        flat, grid = self._patches(bytes_, settings)
+        merge, depth = settings.whole("merge_size"), settings.whole("temporal_patch_size")
+        each = grid[1] * grid[2] // merge**2
         fps = self._used_fps(video)
         arrays = {
             "pixel_values_videos": flat,
             "video_grid_thw": np.array([grid], np.int64),
             "second_per_grid_ts": np.array([depth / fps], np.float32),
         }
+        if self.prunes_video and self.video_pruning_rate:
+            side = settings.whole("patch_size") * merge
+            numbers = pixels.least_changed(bytes_, side, depth, self.video_pruning_rate)
+            return ProcessedItem(arrays | {KEPT: numbers}, self.placeholders["video"] * len(numbers), len(numbers))
         return ProcessedItem(arrays, self._video_text(video, grid[0], each, depth), grid[0] * each)
 
     def _used_fps(self, video: Video) -> float:
@@ -103,17 +106,21 @@ class Qwen2VL(Family):
         factor = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64)
         return pixels.rounded_size(size, factor, *self._limits(settings))
 
-    def _patches(self, frames: list[Image], size: Size, settings: Settings) -> tuple[Array, tuple[int, int, int]]:
+    def _bytes(self, frames: list[Image], size: Size, settings: Settings) -> Array:
         import numpy as np  # lazy
 
-        filter_, levels = settings.filter(BICUBIC), settings.levels()
-        bytes_ = np.stack(pixels.resized_frames(frames, size, filter_))
+        return np.stack(pixels.resized_frames(frames, size, settings.filter(BICUBIC)))
+
+    def _patches(self, bytes_: Array, settings: Settings) -> tuple[Array, tuple[int, int, int]]:
+        import numpy as np  # lazy
+
+        levels, num = settings.levels(), len(bytes_)
         patch, merge = settings.whole("patch_size"), settings.whole("merge_size")
         # Bytes are put in order, a quarter of what floats are; and an image once, though it is its next frame too.
         depth, channels = settings.whole("temporal_patch_size"), len(bytes_[0])
-        flat, grid = pixels.patches(bytes_, patch, merge, 1 if len(frames) == 1 else depth)
+        flat, grid = pixels.patches(bytes_, patch, merge, 1 if num == 1 else depth)
         floats = levels.apply(flat.reshape(len(flat), channels, -1, patch))
-        if len(frames) == 1 and depth > 1:
+        if num == 1 and depth > 1:
             floats = np.broadcast_to(floats[:, :, None], (len(flat), channels, depth, patch, patch))
         return floats.reshape(len(flat), -1), grid
 
@@ -121,6 +128,7 @@ class Qwen2VL(Family):
 class Qwen3VL(Qwen2VL):
     """Each pair of a video's frames has its time before it."""
 
+    prunes_video = False
     image_edges = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
     video_edges = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
     steps = {**STEPS, "patch_size": 16, "image_mean": HALF, "image_std": HALF}
@@ -178,7 +186,7 @@ class PaddleOCRVL(Qwen2VL):
             height, width = round(height * side / width), side
         return super()._size((height, width), settings, frames)
 
-    def _patches(self, frames: list[Image], size: Size, settings: Settings) -> tuple[Array, tuple[int, int, int]]:
+    def _patches(self, bytes_: Array, settings: Settings) -> tuple[Array, tuple[int, int, int]]:
         patch, single = settings.whole("patch_size"), Settings({**settings.values, "merge_size": 1}, settings.further)
-        flat, grid = super()._patches(frames, size, single)
+        flat, grid = super()._patches(bytes_, single)
         return flat.reshape(len(flat), -1, patch, patch), grid

@@ -69,6 +69,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepseek_v2": ("DeepseekV2ForCausalLM",),
         "deepseek_v3": ("DeepseekV3ForCausalLM",),
         "dots1": ("Dots1ForCausalLM",),
+        "longcat_flash": ("LongcatFlashForCausalLM",),
     },
     "dense": {
         "ministral": ("MinistralForCausalLM",),

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (latent attention, experts selected by groups) and models with the same experts."""
+"""DeepSeek V2 and V3 (latent attention, experts selected by groups), models with the same experts, and LongCat."""
 
 from __future__ import annotations
 
@@ -74,6 +74,36 @@ def _greedy_experts(c: View, arch: Arch) -> Arch:
 
 def deepseek_v3(c: View) -> Arch:
     return grouped_experts(c, latent(c, pairs=c.rope_interleave, wide=False))
+
+
+_LONGCAT = (
+    (r"\.mlp\.router\.classifier\.", ".mlp.gate."),
+    (r"\.mlp\.router\.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+)
+
+
+def longcat_flash(c: View) -> Arch:
+    """Two attentions and two mlps a layer, beside which experts run; some choices of the router are no experts."""
+    if c.get("zero_expert_type", default="identity") != "identity":
+        c.refuse("zero_expert_type", "known is identity")
+    arch, experts, none = latent(c, pairs=True, wide=False), c.n_routed_experts, c.get("zero_expert_num", default=0)
+    assert arch.mla is not None
+    scales = [
+        (c.hidden_size / rank) ** 0.5 if rank and c.get(key, default=True) else 1.0
+        for key, rank in (("mla_scale_q_lora", arch.mla.q_rank), ("mla_scale_kv_lora", arch.mla.kv_rank))
+    ]
+    moe = MoeKind(
+        experts, c.moe_topk, c.expert_ffn_hidden_size, renorm=False, scale=c.routed_scaling_factor, select_bias=True,
+        router_wide=True, identities=none,
+    )  # fmt: skip
+    ignore: tuple[str, ...] = (r"^model\.mtp\.", r"\.mlp\.router\.classifier\.bias$")
+    if none:  # transformers writes matrices for them
+        ignore += (rf"\.mlp\.experts\.({'|'.join(map(str, range(experts, experts + none)))})\.",)
+    arch = replace(
+        arch, order="shortcut", moe=moe, mla=replace(arch.mla, latent_scale=scales[1]), names=_LONGCAT, ignore=ignore,
+        attn_scale=arch.attn_scale * scales[0], layers=arch.layers[: c.num_layers],
+    )  # fmt: skip
+    return each(arch, lambda i, layer: {"moe": True})
 
 
 def dots1(c: View) -> Arch:

@@ -227,6 +227,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         norm_topk_prob=True, max_position_embeddings=4096, rms_norm_eps=1e-06, tie_word_embeddings=False,
         rope_interleave=True, num_nextn_predict_layers=1,
     ),
+    "LongcatFlashForCausalLM": dict(
+        vocab_size=131072, hidden_size=6144, num_layers=28, num_attention_heads=64, hidden_act="silu",
+        max_position_embeddings=131072, rms_norm_eps=1e-05, tie_word_embeddings=False, attention_bias=False,
+        ffn_hidden_size=12288, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, moe_topk=12, n_routed_experts=512, zero_expert_num=256, expert_ffn_hidden_size=2048,
+        routed_scaling_factor=6.0, rope_theta=10000000.0,
+    ),
     "Glm4MoeForCausalLM": dict(
         vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96,
         num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-05, tie_word_embeddings=False,

@@ -70,7 +70,7 @@ def gemma3n(c: View) -> Arch:
             c.vocab_size_per_layer_input, bool(c.altup_correct_scale),
         ),
         names=((r"^(embed_tokens_per_layer|per_layer_[a-z_]+|altup_[a-z_]+)\.", r"model.\1."),),
-        ignore=_unread(lenders),
+        unread=_unread(lenders),
     )  # fmt: skip
 
     def own(index: int, layer: Layer) -> dict[str, Any]:

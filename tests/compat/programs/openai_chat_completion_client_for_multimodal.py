@@ -1,4 +1,4 @@
-"""OpenAI's client sends images and audio to a server: as URLs, as base64, one and several."""
+"""OpenAI's client sends images, video and audio to a server: as URLs, as base64, one and several."""
 
 import base64
 import sys
@@ -36,7 +36,31 @@ def run_multi_image(client: OpenAI, model: str, path: str) -> None:
     print(f"Two: {ask(client, model, [{'type': 'text', 'text': 'What are these?'}, image, image])!r}")
 
 
-example_function_map = {"text-only": run_text_only, "single-image": run_single_image, "multi-image": run_multi_image}
+def run_video(client: OpenAI, model: str, path: str) -> None:
+    text = {"type": "text", "text": "What's in this video?"}
+    url = {"type": "video_url", "video_url": {"url": f"file://{path}"}}
+    print(f"From URL: {ask(client, model, [text, url])!r}")
+    data = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{encode_base64_content(path)}"}}
+    print(f"From base64: {ask(client, model, [text, data])!r}")
+
+
+def run_audio(client: OpenAI, model: str, path: str) -> None:
+    text, data = {"type": "text", "text": "What's in this audio?"}, encode_base64_content(path)
+    own = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    print(f"From input_audio: {ask(client, model, [text, own])!r}")
+    url = {"type": "audio_url", "audio_url": {"url": f"file://{path}"}}
+    print(f"From URL: {ask(client, model, [text, url])!r}")
+    inline = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}}
+    print(f"From base64: {ask(client, model, [text, inline])!r}")
+
+
+example_function_map = {
+    "text-only": run_text_only,
+    "single-image": run_single_image,
+    "multi-image": run_multi_image,
+    "video": run_video,
+    "audio": run_audio,
+}
 
 
 def main() -> None:

@@ -76,8 +76,8 @@ def test_every_unbuilt_key_is_refused_by_name(name: str, key: str, declared: Opt
 def test_inner_groups_are_refused_too() -> None:
     with pytest.raises(NotBuiltError, match=r"attention_config\.use_non_causal=True"):
         refuse_unbuilt(assembled(attention_config={"use_non_causal": True}))
-    with pytest.raises(NotBuiltError, match=r"speculative_config\.parallel_drafting=True"):
-        refuse_unbuilt(assembled(speculative_config={"method": "ngram", "parallel_drafting": True}))
+    with pytest.raises(NotBuiltError, match=r"speculative_config\.code_revision='main'"):
+        refuse_unbuilt(assembled(speculative_config={"method": "ngram", "code_revision": "main"}))
     with pytest.raises(NotBuiltError, match="enable_moe_shared_loras=True"):
         refuse_unbuilt(assembled(enable_moe_shared_loras=True))
 

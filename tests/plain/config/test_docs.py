@@ -27,7 +27,7 @@ def test_availability_is_told() -> None:
     assert rows["tensor_parallel_size"].endswith("| available |")
     assert "no effect: a preempted request is recomputed" in rows["swap_space"]
     assert rows["speculative_config.method"].endswith("| available |")
-    assert rows["speculative_config.parallel_drafting"].endswith("| not yet |"), "a key of a mapping"
+    assert rows["speculative_config.code_revision"].endswith("| not yet |"), "a key of a mapping"
     assert "no effect: experts move between two steps" in rows["eplb_config.use_async"]
     assert "compilation_config.pass_config.enable_sp" in rows and "cache_config.hash_block_size" not in rows
     assert "works: `auto`, `safetensors`" in rows["load_format"]

@@ -167,6 +167,14 @@ def test_multi_token_prediction_is_of_the_model_itself(resolve: Any, method: str
     assert resolve({"method": method}, MTP).num_speculative_tokens == 1
 
 
+@pytest.mark.parametrize("keys", [{}, {"mtp_num_hidden_layers": 1}])
+def test_modules_of_which_a_configuration_says_nothing(resolve: Any, keys: dict[str, int]) -> None:
+    model = {**LLAMA, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **keys}
+    assert resolve({"method": "qwen3_next_mtp", "num_speculative_tokens": 2}, model).method == "mtp"
+    with pytest.raises(ConfigError, match="has no num_nextn_predict_layers"):
+        resolve({"method": "mtp"}, {**model, "mtp_num_hidden_layers": 0})
+
+
 @pytest.mark.parametrize(
     ("raw", "keys", "error", "words"),
     [
@@ -267,11 +275,76 @@ def test_how_drafts_are_chosen(resolve: Any, draft: Any) -> None:
             "needs a drafter with distributions, and meth",
         ),
         ({**NGRAM, "draft_sample_method": "best"}, ConfigError, "draft_sample_method"),
-        ({**NGRAM, "rejection_sample_method": "synthetic"}, NotBuiltError, "rejection_sample_method"),
-        ({**NGRAM, "synthetic_acceptance_length": 2.5}, NotBuiltError, "synthetic_acceptance_length"),
+        ({**NGRAM, "rejection_sample_method": "other"}, ConfigError, "rejection_sample_method"),
     ):
         with pytest.raises(error, match=words):
             resolve(keys)
+
+
+SYNTHETIC = {**NGRAM, "rejection_sample_method": "synthetic"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [
+        ({"synthetic_acceptance_rates": [0.9, 0.5, 0.5]}, (0.9, 0.5, 0.5)),
+        ({"synthetic_acceptance_length": 2.25}, (1.0, 0.25, 0.0)),
+        ({"synthetic_acceptance_length": 1}, (0.0, 0.0, 0.0)),
+        ({"synthetic_acceptance_length": 4}, (1.0, 1.0, 1.0)),
+    ],
+)
+def test_acceptance_may_be_invented(resolve: Any, keys: dict[str, Any], rates: tuple[float, ...]) -> None:
+    assert resolve({**SYNTHETIC, **keys}).synthetic_acceptance_rates == rates
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "needs synthetic_acceptance_rates or synthetic_acceptance_length, one of the two"),
+        ({"synthetic_acceptance_rates": [1, 1, 1], "synthetic_acceptance_length": 2}, "one of the two"),
+        ({"synthetic_acceptance_rates": [0.5, 0.5]}, r"=\[0.5, 0.5\] must be 3 numbers from 0 to 1 that do not rise"),
+        ({"synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "must be 3 numbers from 0 to 1 that do not rise"),
+        ({"synthetic_acceptance_rates": [1.5, 0.6, 0.1]}, "must be 3 numbers from 0 to 1 that do not rise"),
+        ({"synthetic_acceptance_rates": [float("nan")] * 3}, "must be 3 numbers from 0 to 1 that do not rise"),
+        ({"synthetic_acceptance_length": 4.5}, "synthetic_acceptance_length=4.5 must be at least 1 and at most 4"),
+        ({"rejection_sample_method": "standard", "synthetic_acceptance_length": 2}, "need rejection_sample_method="),
+    ],
+)  # fmt: skip
+def test_acceptance_that_cannot_be_invented(resolve: Any, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"speculative_config: .*{words}"):
+        resolve({**SYNTHETIC, **keys})
+
+
+def test_options_of_a_drafter(draft: Any, resolve: Any) -> None:
+    keys = {"method": "draft_model", "num_speculative_tokens": 2}
+    made = draft(LLAMA, **keys, attention_backend="torch_sdpa", enforce_eager=True, moe_backend="triton")
+    assert made.drafter.attention_backend == "TORCH_SDPA" and made.enforce_eager
+    assert draft(LLAMA, **keys).drafter.attention_backend is None
+    assert (
+        draft(LLAMA, **keys, disable_padded_drafter_batch=True, use_local_argmax_reduction=True).method
+        == keys["method"]
+    )
+    with pytest.raises(ConfigError, match="attention_backend='TORCH_SDPA' is for draft models, and method 'ngram' has"):
+        resolve({**NGRAM, "attention_backend": "TORCH_SDPA"})
+    with pytest.raises(NotBuiltError, match="code_revision"):
+        draft(LLAMA, **keys, code_revision="main")
+
+
+def test_all_drafts_in_one_pass(draft: Any, resolve: Any) -> None:
+    keys = {"method": "draft_model", "num_speculative_tokens": 2, "parallel_drafting": True}
+    assert draft({**LLAMA, "pard_token": 7}, **keys).drafter.unknown_token == 7
+    assert draft({**LLAMA, "ptd_token_id": 8}, **keys).drafter.unknown_token == 8
+    for raw in (LLAMA, {**LLAMA, "pard_token": 100}, {**LLAMA, "pard_token": "7"}):
+        with pytest.raises(
+            ConfigError, match="needs a draft model whose configuration has a pard_token or ptd_token_id"
+        ):
+            draft(raw, **keys)
+    with pytest.raises(ConfigError, match=r"parallel_drafting is for draft models .*, not for method 'ngram'"):
+        resolve({**NGRAM, "parallel_drafting": True})
+
+
+def test_n_grams_of_a_gpu_are_n_grams(resolve: Any) -> None:
+    assert resolve({**NGRAM, "method": "ngram_gpu"}) == resolve(NGRAM)
 
 
 def test_models_with_states(resolve: Any) -> None:

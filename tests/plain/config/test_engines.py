@@ -12,7 +12,7 @@ from quire.base import env
 from quire.config import EngineArgs
 from quire.config.engines import config_of_engine
 from quire.config.ranks import MOST_RANKS
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 from tests.plain.config.test_hints import LLAMA
 
 
@@ -63,7 +63,7 @@ def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb:
         ({"data_parallel_size": 4, "data_parallel_start_rank": 3, "data_parallel_size_local": 2}, ConfigError,
          "beyond data_parallel_size=4"),
         ({"data_parallel_size": MOST_RANKS, "tensor_parallel_size": 2}, ConfigError, f"at most {MOST_RANKS} ranks"),
-        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, NotBuiltError, "starts engines itself"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "slurm"}, ConfigError, "mp"),
         ({"data_parallel_size": 2, "data_parallel_routing": "best"}, ConfigError, "least-loaded"),
         ({"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}, NotBuiltError, "started once"),
     ],
@@ -93,6 +93,92 @@ def test_engines_of_several_machines(
     assert parallel.num_engines_here == len(here) and not parallel.data_parallel_hybrid_lb
     assert parallel.has_several_engines == (len(all_of_them) > 1 or here != all_of_them)
     assert (parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port) == ("127.0.0.1", 29550)
+
+
+@pytest.mark.parametrize(
+    ("node", "headless", "options", "here", "all_of_them"),
+    [
+        (0, False, {}, [0, 1], [0, 1, 2, 3]),
+        (0, False, {"data_parallel_size_local": 2, "tensor_parallel_size": 3}, [0, 1], [0, 1, 2, 3]),
+        (1, True, {}, [2, 3], [2, 3]),
+        (1, True, {"data_parallel_start_rank": 2}, [2, 3], [2, 3]),
+        (1, False, {"data_parallel_hybrid_lb": True}, [2, 3], [2, 3]),
+        (1, False, {"data_parallel_size": 2, "data_parallel_external_lb": True}, [1], [1]),
+        (1, False, {"data_parallel_rank": 3}, [3], [3]),
+    ],
+)
+def test_nodes_with_whole_engines(
+    node: int, headless: bool, options: dict[str, Any], here: list[int], all_of_them: list[int], tmp_path: Path
+) -> None:
+    """nnodes and node_rank say what data_parallel_size_local and data_parallel_start_rank would."""
+    options = {"data_parallel_size": 4, "nnodes": 2, "node_rank": node, "master_addr": "10.0.0.9"} | options
+    parallel = resolve(tmp_path, headless=headless, **options).parallel_config
+    assert (list(parallel.ranks_here), list(parallel.engine_ranks)) == (here, all_of_them)
+    assert (parallel.nnodes, parallel.data_parallel_master_ip) == (1, "10.0.0.9")
+    assert parallel.local_world_size == options.get("tensor_parallel_size", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "headless", "said"),
+    [
+        ({"node_rank": 1}, False, "node_rank is 1: the first of nnodes=2 machines has the server"),
+        ({}, True, "node_rank is 0: the first of nnodes=2 machines has the server"),
+        ({"data_parallel_size_local": 1}, False, "data_parallel_size_local=1, but nnodes=2 and node_rank=0 mean 2"),
+        ({"node_rank": 1, "data_parallel_start_rank": 1}, True, "node_rank=1 mean 2: leave it out"),
+        ({"data_parallel_external_lb": True}, False, "data_parallel_external_lb needs data_parallel_rank"),
+        ({"data_parallel_rank": 2}, False, "data_parallel_rank=2, but node_rank=0 of nnodes=2 has 0 to 1"),
+        (
+            {"node_rank": 1, "data_parallel_rank": 0},
+            False,
+            "data_parallel_rank=0, but node_rank=1 of nnodes=2 has 2 to 3",
+        ),
+    ],
+)
+def test_nodes_with_whole_engines_that_do_not_fit(
+    options: dict[str, Any], headless: bool, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve(tmp_path, headless=headless, data_parallel_size=4, nnodes=2, **options)
+
+
+def with_ray(monkeypatch: pytest.MonkeyPatch, *, installed: bool = True) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object() if installed else None)
+
+
+@pytest.mark.parametrize(("options", "near"), [({}, 0), ({"data_parallel_size_local": 2}, 2)])
+def test_engines_that_ray_starts(
+    options: dict[str, Any], near: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_ray(monkeypatch)
+    parallel = resolve(tmp_path, data_parallel_size=3, data_parallel_backend="ray", **options).parallel_config
+    assert (list(parallel.ranks_here), list(parallel.engine_ranks)) == ([], [0, 1, 2])
+    assert (parallel.num_engines_near, parallel.has_several_engines) == (near, True)
+
+
+def test_one_engine_needs_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch, installed=False)
+    assert list(resolve(tmp_path, data_parallel_backend="ray").parallel_config.ranks_here) == [0]
+    with pytest.raises(MissingExtraError, match="data_parallel_backend='ray'"):
+        resolve(tmp_path, data_parallel_backend="ray", data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        ("nnodes", {"nnodes": 2}),
+        ("data_parallel_rank", {"data_parallel_rank": 0}),
+        ("data_parallel_start_rank", {"data_parallel_start_rank": 0}),
+        ("data_parallel_hybrid_lb", {"data_parallel_hybrid_lb": True}),
+        ("external_launcher", {"distributed_executor_backend": "external_launcher"}),
+        ("headless", {}),
+    ],
+)
+def test_what_ray_does_not_go_with(
+    other: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_ray(monkeypatch)
+    with pytest.raises(ConfigError, match=f"data_parallel_backend='ray' and {other} exclude each other"):
+        resolve(tmp_path, headless=other == "headless", data_parallel_size=2, data_parallel_backend="ray", **options)
 
 
 def test_where_the_server_waits(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
         ({"node_rank": 1}, ConfigError, "node_rank is 1; it must be below nnodes=1"),
         ({"nnodes": 2}, ConfigError, "1 ranks .* cannot be shared out among nnodes=2"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, ConfigError, "3 ranks .tensor_parallel_size 3. cannot be shared"),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, NotBuiltError, "nnodes=2 with data_par"),
+        ({"nnodes": 4, "tensor_parallel_size": 2, "data_parallel_size": 2}, NotBuiltError, "nnodes=4 with data_par"),
+        ({"nnodes": 2, "data_parallel_size": 3}, ConfigError, "3 engines cannot be shared out among nnodes=2"),
         (
             {"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
             ConfigError,

@@ -96,6 +96,22 @@ def test_a_refusal_says_which_feature_is_missing(name: str, value: Any, words: s
     assert str(refused.value).startswith(f"{name}=")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ray_workers_use_nsight", True, "Ray workers are not profiled; --profiler-config profiles every worker"),
+        ("ray_runtime_env", {"pip": ["x"]}, "workers have the environment of the cluster"),
+        ("placement_group", "mine", "the placement group that the program runs in is used, or one is made"),
+    ],
+)
+def test_what_is_not_passed_on_to_ray(name: str, value: Any, words: str) -> None:
+    """Two of them have no flag: only a program can set them."""
+    config = EngineConfig(parallel_config=dataclasses.replace(EngineConfig().parallel_config, **{name: value}))
+    with pytest.raises(NotBuiltError, match=re.escape(words)) as refused:
+        refuse_unbuilt(config)
+    assert name in str(refused.value).partition("=")[0]
+
+
 def test_rows_reach_users_as_any_option_does() -> None:
     args = EngineArgs(max_lora_cls_labels=None)
     assert args.max_lora_cls_labels is None and EngineArgs().swap_space == 4.0

@@ -309,6 +309,25 @@ def test_a_video_of_too_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     bounded(attempt)
 
 
+def test_a_video_of_a_million_frames() -> None:
+    """In a few megabytes: the same still frames again and again. They are counted up to the limit."""
+    data = movie(101, 16, 16)
+    first = data.index(b"\x1f\x43\xb6\x75")  # a cluster of frames
+    last = data.find(b"\x1c\x53\xbb\x6b", first)  # and the index behind the last
+    clusters = data[first : last if last > 0 else len(data)]
+    segment = data.index(b"\x18\x53\x80\x67") + 4
+    head = data[:segment] + b"\x01" + b"\xff" * 7 + data[segment + 8 : first]  # a segment of unknown length
+    many = head + clusters * 9901
+    assert len(clusters) * 9901 < 64 << 20
+
+    def attempt() -> None:
+        with pytest.raises(InputError, match="more than the limit of 36000 frames"):
+            decode_video(many)
+
+    bounded(attempt)
+    assert decode_video(head + clusters * 3, {"num_frames": 4}).total == 303
+
+
 def test_videos_that_cannot_be_read() -> None:
     pytest.importorskip("av")
     data = movie(5)

@@ -1,4 +1,4 @@
-"""The deployments that docs/features/parallel.md shows: files that their readers accept, and commands that
+"""The deployments that the pages of parallelism show: files that their readers accept, and commands that
 `quire serve` does. What a cluster makes of them is not tried here."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import yaml
 from quire.cli.serve import make_parser, options_of
 from tests.fenced import blocks
 
-PAGE = [block for block in blocks() if str(block.page).endswith("features/parallel.md")]
+NAMES = ("parallel", "data_parallel", "several_machines", "engines_on_machines", "ray", "torchrun")
+PAGE = [block for name in NAMES for block in blocks() if str(block.page).endswith(f"features/{name}.md")]
 COMMANDS = [
     found.strip()
     .replace("$(($LWS_WORKER_INDEX * 8))", "8")
@@ -34,7 +35,8 @@ def test_a_command_is_accepted(command: str) -> None:
     args = make_parser("quire serve").parse_args(shlex.split(command))
     options_of(args)
     if args.nnodes > 1:
-        assert args.tensor_parallel_size * args.pipeline_parallel_size % args.nnodes == 0
+        ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+        assert (args.data_parallel_size if args.data_parallel_size > 1 else ranks) % args.nnodes == 0
         assert args.headless == (args.node_rank > 0) and args.master_addr != "127.0.0.1"
 
 
@@ -42,7 +44,7 @@ def test_engines_of_all_machines_are_all_there_are() -> None:
     """Commands follow each other as their machines do: the server's, then one more."""
     parsed = [make_parser("quire serve").parse_args(shlex.split(command)) for command in COMMANDS]
     several = [args for args in parsed if args.data_parallel_address is not None]
-    assert len(several) == 8
+    assert len(several) == 10
     for server, node in zip(several[::2], several[1::2], strict=True):
         assert not server.headless and node.headless and server.data_parallel_start_rank is None
         assert (server.model_tag, server.data_parallel_size) == (node.model_tag, node.data_parallel_size)

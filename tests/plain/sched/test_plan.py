@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace as Names
+from typing import Any
 
 import pytest
 
@@ -510,3 +511,25 @@ def test_a_running_request_that_is_held_waits_on_hold_once_preempted() -> None:
     assert counts(bench.step()) == {"b": 1}
     bench.scheduler.release("a", Hold.KV_TRANSFER)
     assert set(counts(bench.step())) == {"a", "b"}
+
+
+def test_drafts_of_past_answers_stay_within_tenant_and_salt() -> None:
+    """Rows whose requests may not know of each other have other scopes (drafting/suffix.py goes by them)."""
+    apart: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"tenant": 1},
+        {"tenant": 1, "cache_salt": "a"},
+    ]
+
+    def scopes(num_drafts: int) -> list[str]:
+        bench = Bench(num_drafts=num_drafts, max_num_seqs=16)
+        for i, keys in enumerate([*apart, *apart]):
+            bench.scheduler.add(request(f"r{i}", 3, **keys))
+        found = {row.request_id: row.scope for row in bench.scheduler.plan().joined}
+        return [found[f"r{i}"] for i in range(10)]
+
+    found = scopes(4)
+    assert found[:5] == found[5:] and len(set(found)) == 5
+    assert set(scopes(0)) == {""}
