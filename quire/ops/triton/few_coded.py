@@ -420,6 +420,32 @@ def _whole(acc, flat: gl.constexpr):
     return gl.convert_layout(y.permute((1, 0)).reshape([16]), flat)
 
 
+_PIECE = gl.constexpr(16384)  # bytes
+# By one thread of a warp, if the size is positive.
+_FETCH = gl.constexpr("""{
+    .reg .pred one, some;
+    elect.sync _|one, 0xFFFFFFFF;
+    setp.gt.and.s32 some, $2, 0, one;
+    @some cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.b32 $0, $2;
+}""")
+
+
+@gluon.jit
+def _fetch(following, size, PROGRAMS: gl.constexpr, WARPS: gl.constexpr):
+    """This program's share of `size` bytes that later kernels read is brought to the L2 cache."""
+    share = (size + PROGRAMS * WARPS * 128 - 1) // (PROGRAMS * WARPS * 128) * 128
+    each: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+    start = (gl.program_id(0) * WARPS + gl.arange(0, WARPS, layout=each)) * share
+    end = gl.minimum(start + share, size)
+    for piece in range(0, share, _PIECE):
+        at = start + piece
+        count = gl.minimum(end - at, _PIECE)
+        gl.inline_asm_elementwise(
+            _FETCH, "=r,l,r", [following.to(gl.int64) + at, count], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
 @gluon.jit
 def _of_rows(values, n, count, INSIDE: gl.constexpr):
     if INSIDE:
@@ -429,10 +455,10 @@ def _of_rows(values, n, count, INSIDE: gl.constexpr):
 
 @gluon.jit
 def _few_coded_kernel(
-    x, gains, codes, scale, bias, stream, out, eps, offset,
+    x, gains, codes, scale, bias, stream, out, following, later, following_size, later_size, eps, offset,
     N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, NORM: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
+    WHEN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """grid (columns / 16,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
     kind: gl.constexpr = x.dtype.element_ty
@@ -471,6 +497,11 @@ def _few_coded_kernel(
         row_by = _of_rows(scale, n, N, INSIDE)
         if GATED:
             up_by = _of_rows(scale + N, n, N, INSIDE)
+    PROGRAMS: gl.constexpr = (N + 15) // 16
+    if following is not None and WHEN == 0:
+        _fetch(following, following_size, PROGRAMS, WARPS)
+    if later is not None and WHEN == 0:
+        _fetch(later, later_size, PROGRAMS, WARPS)
     if EARLY:
         gdc_wait()
     smaller = _stage(x, by, larger, smaller, slabs, sums, eps, offset, K, SLAB, WARPS, CODING, NORM)
@@ -486,6 +517,10 @@ def _few_coded_kernel(
             acc, acc_up = _step(loaded, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED)
             after = after + _load(codes, scale, first, step + place + LOADED, N, COUNT, K, GROUP, WARPS, PACKED)
         loaded = after
+    if following is not None and WHEN == 1:
+        _fetch(following, following_size, PROGRAMS, WARPS)
+    if later is not None and WHEN == 1:
+        _fetch(later, later_size, PROGRAMS, WARPS)
     for place in gl.static_range(LOADED):
         acc, acc_up = _step(
             loaded, acc, acc_up, staged, sums, STEPS - LOADED + place, place, WARPS, CODING, GROUPED, GATED
@@ -544,6 +579,9 @@ def few_coded_linear(
     stream: Tensor | None = None,  # [1, N], to be added
     config: FewCodedConfig | None = None,
     early: bool = False,
+    following: Tensor | None = None,
+    later: Tensor | None = None,
+    when: int = 1,
 ) -> Tensor:
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
     packed = is_packed(weight.kind)
@@ -552,9 +590,11 @@ def few_coded_linear(
     rule = norm or NormRule(None, 0.0, 0.0, False)
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
     _few_coded_kernel[(-(-n // 16),)](
-        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, rule.eps, rule.offset,
+        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, following, later,
+        0 if following is None else following.numel(), 0 if later is None else later.numel(), rule.eps, rule.offset,
         N=n, K=k, GROUP=weight.group, CODING=_KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
-        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, EARLY=early, num_warps=config.warps,
+        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead,
+        WHEN=when, EARLY=early, num_warps=config.warps,
         maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
