@@ -458,7 +458,7 @@ def _few_coded_kernel(
     x, gains, codes, scale, bias, stream, out, following, later, following_size, later_size, eps, offset,
     N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, NORM: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    WHEN: gl.constexpr, EARLY: gl.constexpr,
+    WHEN: gl.constexpr, EARLY: gl.constexpr, PROBE: gl.constexpr = 0,
 ):  # fmt: skip
     """grid (columns / 16,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
     kind: gl.constexpr = x.dtype.element_ty
@@ -482,8 +482,11 @@ def _few_coded_kernel(
     first = gl.program_id(0) * 16
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     n = first + gl.arange(0, 16, layout=flat)
-    if EARLY:
+    if EARLY and PROBE < 5:
         gdc_launch_dependents()
+    row0 = first
+    if PROBE == 4:
+        first = first * 0
     loaded = ()
     for place in gl.static_range(LOADED):
         loaded = loaded + _load(codes, scale, first, place, N, COUNT, K, GROUP, WARPS, PACKED)
@@ -504,7 +507,10 @@ def _few_coded_kernel(
         _fetch(later, later_size, PROGRAMS, WARPS)
     if EARLY:
         gdc_wait()
-    smaller = _stage(x, by, larger, smaller, slabs, sums, eps, offset, K, SLAB, WARPS, CODING, NORM)
+    if PROBE != 1 and PROBE != 3:
+        smaller = _stage(x, by, larger, smaller, slabs, sums, eps, offset, K, SLAB, WARPS, CODING, NORM)
+    if EARLY and PROBE == 5:
+        gdc_launch_dependents()
     residual = row_by
     if ADD:
         residual = _of_rows(stream, n, N, INSIDE)
@@ -525,7 +531,14 @@ def _few_coded_kernel(
         acc, acc_up = _step(
             loaded, acc, acc_up, staged, sums, STEPS - LOADED + place, place, WARPS, CODING, GROUPED, GATED
         )  # fmt: skip
-    y = _whole(acc, flat) * smaller * row_by
+    if EARLY and PROBE == 6:
+        gdc_launch_dependents()
+    if PROBE == 2 or PROBE == 3:
+        y = row_by * smaller
+        where = gl.arange(0, 4, layout=_along(own, 3))[None, None, None, :]
+        gl.store(out + where + (acc * 0.0).to(gl.int32), acc.to(kind), mask=(acc + eps) > 1e30)
+    else:
+        y = _whole(acc, flat) * smaller * row_by
     if BIAS:
         y += _of_rows(bias, n, N, INSIDE)
     y = y.to(kind).to(gl.float32)
@@ -582,6 +595,7 @@ def few_coded_linear(
     following: Tensor | None = None,
     later: Tensor | None = None,
     when: int = 1,
+    probe: int = 0,
 ) -> Tensor:
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
     packed = is_packed(weight.kind)
@@ -594,7 +608,7 @@ def few_coded_linear(
         0 if following is None else following.numel(), 0 if later is None else later.numel(), rule.eps, rule.offset,
         N=n, K=k, GROUP=weight.group, CODING=_KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
         ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead,
-        WHEN=when, EARLY=early, num_warps=config.warps,
+        WHEN=when, EARLY=early, PROBE=probe, num_warps=config.warps,
         maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
