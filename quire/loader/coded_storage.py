@@ -21,6 +21,7 @@ from quire.quant.plain import plain_storage
 from quire.quant.scheme import Storage
 from quire.quant.shard import ALONE, ShardGroup
 
+_WITH_HEAD = ("int8_wo", "int4_wo")  # names that round the output matrix too, to 8 bits, as they do on a CPU
 _log = logger(__name__)
 
 
@@ -31,7 +32,10 @@ def coded_storage(config: EngineConfig, kernels: Kernels, group: ShardGroup = AL
     matrices, experts = _matrix_scheme(config, arena, kernels), _expert_scheme(config, arena, kernels)
     if matrices is None and experts is None:
         return plain_storage(dtype, kernels, group)
-    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, matrices, experts), group)
+    head = None
+    if matrices is not None and about.quantization in _WITH_HEAD:
+        head = CodedScheme(dtype, arena, kernels, coder_of("int8"))
+    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, matrices, experts, head), group)
 
 
 def _matrix_scheme(config: EngineConfig, arena: Arena, kernels: Kernels) -> CodedScheme | None:

@@ -7,7 +7,8 @@ Each op is a sequence of plain ops with the same results. A device that has a fo
     part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`; of
                  which adapters they add, `added_rows` says
 
-Which codes they read, `few_rows` and `part_rows` say.
+Which codes they read, `few_rows` and `part_rows` say. `following` are matrices that the matmuls after this one read, in
+that order: a device may bring some of them to its cache meanwhile. Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def norm_linear(
     weight: Tensor | CodedWeight,
     bias: Tensor | None,
     act: Callable[[Tensor], Tensor] | None = None,
+    following: Sequence[Tensor | CodedWeight] = (),
 ) -> Tensor:
     """act(norm(x) weight' + bias)."""
     y = _linear(normed(x, norm), weight, bias)
@@ -56,7 +58,13 @@ def norm_linear(
 
 
 @op
-def linear_add(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor) -> Tensor:
+def linear_add(
+    x: Tensor,
+    weight: Tensor | CodedWeight,
+    bias: Tensor | None,
+    stream: Tensor,
+    following: Sequence[Tensor | CodedWeight] = (),
+) -> Tensor:
     """stream + (x weight' + bias)."""
     return stream + _linear(x, weight, bias)
 

@@ -194,7 +194,7 @@ class CodedTarget(WeightTarget):
 
 
 class CodedChoice:
-    """Codes, but plain numbers for embeddings, heads and what layers read themselves."""
+    """Codes, but plain numbers for embeddings, heads (unless they have a scheme) and what layers read themselves."""
 
     def __init__(
         self,
@@ -203,13 +203,15 @@ class CodedChoice:
         kernels: Kernels,
         matrices: WeightScheme | None = None,  # None: plain numbers
         experts: ExpertScheme | None = None,  # None: plain numbers
+        head: WeightScheme | None = None,  # None: plain numbers
     ) -> None:
         self._plain = PlainScheme(dtype, arena, kernels)
-        self._coded = matrices or self._plain
+        self._coded, self._head = matrices or self._plain, head or self._plain
         self._experts = experts or Stacked(dtype, arena, kernels)
 
     def of_matrix(self, name: str) -> WeightScheme:
-        return self._plain if name.rpartition(".")[2] in _PLAIN else self._coded
+        last = name.rpartition(".")[2]
+        return self._head if last == "lm_head" else self._plain if last in _PLAIN else self._coded
 
     def of_experts(self, name: str) -> ExpertScheme:
         return self._experts

@@ -27,14 +27,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops import coded as coded_ops
 from quire.ops import few as few_ops
 from quire.ops.coded import CodedWeight, is_packed
 from quire.ops.few import NormRule
-from quire.ops.op import Fits, FormTable
+from quire.ops.op import Fits, FormTable, Kernels
 from quire.ops.triton import few
 from quire.ops.triton.act import SILU
 
 DTYPES = (torch.bfloat16, torch.float16)
+TALL = 1 << 16  # rows of a matrix past which launch overhead is negligible
 _WIDEST = 1 << 15  # columns, all of which lie in shared memory
 _KINDS = {"fp8": 0, "int8": 1, "int4": 2, "fp4": 3}
 
@@ -257,6 +259,18 @@ def _gains(gains, K: gl.constexpr, SLAB: gl.constexpr, WARPS: gl.constexpr, NORM
 
 
 @gluon.jit
+def _of_warps(values, exchange, LARGEST: gl.constexpr):
+    """The largest of `_columns`, or their sum: within warps, then one exchange."""
+    WARPS: gl.constexpr = exchange.shape[0]
+    EACH: gl.constexpr = values.shape[0] // (32 * WARPS) if values.shape[0] // (32 * WARPS) < 8 else 8
+    split = values.reshape([values.shape[0] // (32 * WARPS * EACH), WARPS, 32 * EACH])
+    own = gl.max(gl.max(split, 0), 1) if LARGEST else gl.sum(gl.sum(split, 0), 1)
+    exchange.store(own)
+    every = exchange.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0]))
+    return gl.max(every, 0) if LARGEST else gl.sum(every, 0)
+
+
+@gluon.jit
 def _power(largest):
     """A power of two that brings numbers up to `largest` to less than 2^15, and its inverse."""
     field = 268 - (largest.to(gl.int32, bitcast=True) >> 23)
@@ -275,7 +289,7 @@ def _norm_power(gains, offset, K: gl.constexpr, ROOT: gl.constexpr):
 
 @gluon.jit
 def _stage(
-    x, gains, up, down, slabs, sums, eps, offset, K: gl.constexpr, SLAB: gl.constexpr, WARPS: gl.constexpr,
+    x, gains, up, down, slabs, sums, exchange, eps, offset, K: gl.constexpr, SLAB: gl.constexpr, WARPS: gl.constexpr,
     CODING: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """The row, normalized if NORM, to shared memory in the order of `_product`, as float16 times a power of two, whose
@@ -293,14 +307,14 @@ def _stage(
         for slab in gl.static_range(1, SLABS):
             h = _inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE).to(gl.float32)
             squares += h * h
-        by = gl.rsqrt(gl.sum(squares, 0) / K + eps)
+        by = gl.rsqrt(_of_warps(squares, exchange, False) / K + eps)
         if not IS_HALF:
             by *= up  # a power of two changes no rounding, unless the range ends
     else:
         most = gl.abs(first)
         for slab in gl.static_range(1, SLABS):
             most = gl.maximum(most, gl.abs(_inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE).to(gl.float32)))
-        up, down = _power(gl.max(most, 0))
+        up, down = _power(_of_warps(most, exchange, True))
     for slab in gl.static_range(SLABS):
         k = _columns(slab * SLAB, SLAB, WARPS)
         h = _inputs(x, k, K, WHOLE).to(gl.float32)
@@ -411,13 +425,25 @@ def _step(
 
 
 @gluon.jit
-def _whole(acc, flat: gl.constexpr):
-    """[16] of the sums of all warps: of the rows of the matrix; every column of `acc` is the same."""
-    y = gl.sum(acc, 0)  # [8, 4, 4]: row, pair of columns, (row or that 8 further, column of the pair)
-    one = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, y.type.layout)))[None, :, None] == 0
-    y = gl.sum(gl.where(one, y, 0.0), 1).reshape([8, 2, 2])
-    y, _ = gl.split(y)
-    return gl.convert_layout(y.permute((1, 0)).reshape([16]), flat)
+def _whole(acc, parts):
+    """[64] of the sums of all warps, in the order of `_results`. By way of shared memory, where the threads of a warp
+    write side by side: numbers of different warps side by side would all be in one bank."""
+    WARPS: gl.constexpr = acc.shape[0]
+    y, _ = gl.split(acc.reshape([WARPS, 8, 4, 2, 2]))  # both columns of a pair are the same
+    parts.store(y.reshape([WARPS, 64]))
+    return gl.sum(parts.load(_sums_layout(WARPS)), 0)
+
+
+@gluon.constexpr_function
+def _sums_layout(warps):
+    return gl.BlockedLayout([warps, 1], [1, 32], [1, warps], [1, 0])
+
+
+@gluon.jit
+def _results(WARPS: gl.constexpr):
+    """Of every entry of `_whole`: its row of the matrix, and whether it is the first of the four that are the same."""
+    at = gl.arange(0, 64, layout=gl.SliceLayout(0, _sums_layout(WARPS)))
+    return at // 8 + at % 2 * 8, at // 2 % 4 == 0
 
 
 _PIECE = gl.constexpr(16384)  # bytes
@@ -458,7 +484,7 @@ def _few_coded_kernel(
     x, gains, codes, scale, bias, stream, out, following, later, following_size, later_size, eps, offset,
     N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, NORM: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    WHEN: gl.constexpr, EARLY: gl.constexpr, PROBE: gl.constexpr = 0,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """grid (columns / 16,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
     kind: gl.constexpr = x.dtype.element_ty
@@ -479,14 +505,16 @@ def _few_coded_kernel(
     sums = gl.allocate_shared_memory(
         gl.float32, [SLABS, SLAB // WIDTH, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )  # fmt: skip
+    exchange = gl.allocate_shared_memory(gl.float32, [WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    parts = gl.allocate_shared_memory(gl.float32, [WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    parts_up = parts
+    if GATED:
+        parts_up = gl.allocate_shared_memory(gl.float32, [WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     first = gl.program_id(0) * 16
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    n = first + gl.arange(0, 16, layout=flat)
-    if EARLY and PROBE < 5:
+    row, is_first = _results(WARPS)
+    n = first + row
+    if EARLY:
         gdc_launch_dependents()
-    row0 = first
-    if PROBE == 4:
-        first = first * 0
     loaded = ()
     for place in gl.static_range(LOADED):
         loaded = loaded + _load(codes, scale, first, place, N, COUNT, K, GROUP, WARPS, PACKED)
@@ -494,23 +522,15 @@ def _few_coded_kernel(
     larger, smaller = 1.0, 1.0
     if NORM > 0:
         larger, smaller = _norm_power(by, offset, K, K**0.5)
-    row_by = gl.full([16], 1.0, gl.float32, layout=flat)
+    row_by = gl.full([64], 1.0, gl.float32, layout=n.type.layout)
     up_by = row_by
     if not GROUPED:
         row_by = _of_rows(scale, n, N, INSIDE)
         if GATED:
             up_by = _of_rows(scale + N, n, N, INSIDE)
-    PROGRAMS: gl.constexpr = (N + 15) // 16
-    if following is not None and WHEN == 0:
-        _fetch(following, following_size, PROGRAMS, WARPS)
-    if later is not None and WHEN == 0:
-        _fetch(later, later_size, PROGRAMS, WARPS)
     if EARLY:
         gdc_wait()
-    if PROBE != 1 and PROBE != 3:
-        smaller = _stage(x, by, larger, smaller, slabs, sums, eps, offset, K, SLAB, WARPS, CODING, NORM)
-    if EARLY and PROBE == 5:
-        gdc_launch_dependents()
+    smaller = _stage(x, by, larger, smaller, slabs, sums, exchange, eps, offset, K, SLAB, WARPS, CODING, NORM)
     residual = row_by
     if ADD:
         residual = _of_rows(stream, n, N, INSIDE)
@@ -523,27 +543,20 @@ def _few_coded_kernel(
             acc, acc_up = _step(loaded, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED)
             after = after + _load(codes, scale, first, step + place + LOADED, N, COUNT, K, GROUP, WARPS, PACKED)
         loaded = after
-    if following is not None and WHEN == 1:
-        _fetch(following, following_size, PROGRAMS, WARPS)
-    if later is not None and WHEN == 1:
-        _fetch(later, later_size, PROGRAMS, WARPS)
+    if following is not None:  # all of this program's codes are on their way
+        _fetch(following, following_size, (N + 15) // 16, WARPS)
+    if later is not None:
+        _fetch(later, later_size, (N + 15) // 16, WARPS)
     for place in gl.static_range(LOADED):
         acc, acc_up = _step(
             loaded, acc, acc_up, staged, sums, STEPS - LOADED + place, place, WARPS, CODING, GROUPED, GATED
         )  # fmt: skip
-    if EARLY and PROBE == 6:
-        gdc_launch_dependents()
-    if PROBE == 2 or PROBE == 3:
-        y = row_by * smaller
-        where = gl.arange(0, 4, layout=_along(own, 3))[None, None, None, :]
-        gl.store(out + where + (acc * 0.0).to(gl.int32), acc.to(kind), mask=(acc + eps) > 1e30)
-    else:
-        y = _whole(acc, flat) * smaller * row_by
+    y = _whole(acc, parts) * smaller * row_by
     if BIAS:
         y += _of_rows(bias, n, N, INSIDE)
     y = y.to(kind).to(gl.float32)
     if GATED:
-        up = _whole(acc_up, flat) * smaller * up_by
+        up = _whole(acc_up, parts_up) * smaller * up_by
         if BIAS:
             up += _of_rows(bias + N, n, N, INSIDE)
         up = up.to(kind).to(gl.float32)
@@ -551,7 +564,7 @@ def _few_coded_kernel(
         y = (y * up).to(kind).to(gl.float32)
     if ADD:
         y += residual
-    gl.store(out + n, y.to(kind), mask=n < N)
+    gl.store(out + n, y.to(kind), mask=is_first & (n < N))
 
 
 def fits(x: Tensor, weight: CodedWeight) -> bool:
@@ -573,6 +586,8 @@ def fits_weight(weight: CodedWeight) -> bool:
 
 def config_of(n: int, k: int, *, packed: bool, gated: bool) -> FewCodedConfig:
     """The best of those tried on an H200, in the sequence of an 8B layer: docs/log.md."""
+    if n > TALL and not packed:
+        return FewCodedConfig(4, 8, 128)
     if gated:
         return FewCodedConfig(4, 1, 80) if packed else FewCodedConfig(4, 4, 128)
     if k > n:
@@ -580,6 +595,23 @@ def config_of(n: int, k: int, *, packed: bool, gated: bool) -> FewCodedConfig:
     if k == n:
         return FewCodedConfig(8, 4, 80) if packed else FewCodedConfig(8, 8, 96)
     return FewCodedConfig(8, 2, 80) if packed else FewCodedConfig(4, 4, 96)
+
+
+# Bytes of the next matrix, and of the one after it, that a kernel brings to the L2 cache.
+_SOON, _LATER = 16 << 20, 8 << 20
+
+
+def fetched(following: Sequence[Tensor | CodedWeight]) -> tuple[Tensor | None, Tensor | None]:
+    """The beginnings of the codes of the next two matrices; None: there is none, or it has none."""
+    begun = [_begin(weight, size) for weight, size in zip(following, (_SOON, _LATER), strict=False)]
+    return (*begun, None, None)[0], (*begun, None, None)[1]
+
+
+def _begin(weight: Tensor | CodedWeight, size: int) -> Tensor | None:
+    if not isinstance(weight, CodedWeight) or not weight.codes.is_contiguous() or weight.codes.data_ptr() % 16:
+        return None
+    codes = weight.codes.view(torch.uint8).view(-1)
+    return codes[: min(size, len(codes)) // 16 * 16]
 
 
 def few_coded_linear(
@@ -591,11 +623,8 @@ def few_coded_linear(
     gated: bool = False,  # silu(gate) * up
     stream: Tensor | None = None,  # [1, N], to be added
     config: FewCodedConfig | None = None,
+    following: Sequence[Tensor | CodedWeight] = (),  # what the next matmuls read
     early: bool = False,
-    following: Tensor | None = None,
-    later: Tensor | None = None,
-    when: int = 1,
-    probe: int = 0,
 ) -> Tensor:
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
     packed = is_packed(weight.kind)
@@ -603,12 +632,12 @@ def few_coded_linear(
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     rule = norm or NormRule(None, 0.0, 0.0, False)
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
+    soon, later = fetched(following)
     _few_coded_kernel[(-(-n // 16),)](
-        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, following, later,
-        0 if following is None else following.numel(), 0 if later is None else later.numel(), rule.eps, rule.offset,
+        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, soon, later,
+        0 if soon is None else soon.numel(), 0 if later is None else later.numel(), rule.eps, rule.offset,
         N=n, K=k, GROUP=weight.group, CODING=_KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
-        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead,
-        WHEN=when, EARLY=early, PROBE=probe, num_warps=config.warps,
+        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, EARLY=early, num_warps=config.warps,
         maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
@@ -632,22 +661,36 @@ def few_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWe
 
 def norm_linear(
     x: Tensor, norm: NormRule, weight: Tensor | CodedWeight, bias: Tensor | None,
-    act: Callable[[Tensor], Tensor] | None = None, *, codes: Mapping[Callable, int], early: bool = False,
+    act: Callable[[Tensor], Tensor] | None = None, following: Sequence[Tensor | CodedWeight] = (), *,
+    codes: Mapping[Callable, int], early: bool = False,
 ) -> Tensor:  # fmt: skip
     """`codes`: gated activations by function; SiLU is fused into the matmul, others run after it."""
     if not isinstance(weight, CodedWeight) or not fits(x, weight):
-        return few.norm_linear(x, norm, weight, bias, act, codes=codes, early=early)
+        return few.norm_linear(x, norm, weight, bias, act, following, codes=codes, early=early)
     gated = act is not None and codes.get(act) == SILU
-    y = few_coded_linear(x, weight, bias, norm=norm, gated=gated, early=early)
+    y = few_coded_linear(x, weight, bias, norm=norm, gated=gated, following=following, early=early)
     return y if act is None or gated else act(y)
 
 
 def linear_add(
-    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor, *, early: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor,
+    following: Sequence[Tensor | CodedWeight] = (), *, early: bool = False,
+) -> Tensor:  # fmt: skip
     if not isinstance(weight, CodedWeight) or not fits(x, weight):
-        return few.linear_add(x, weight, bias, stream, early=early)
-    return few_coded_linear(x, weight, bias, stream=stream.contiguous(), early=early)
+        return few.linear_add(x, weight, bias, stream, following, early=early)
+    return few_coded_linear(x, weight, bias, stream=stream.contiguous(), following=following, early=early)
+
+
+class TallLinear:
+    """ops.coded.coded_linear of one row with a tall matrix, such as that of the output; all else goes the other way."""
+
+    def __init__(self, other: Callable[..., Tensor], kernels: Kernels) -> None:
+        self._other = other
+
+    def __call__(self, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
+        if x.ndim == 2 and weight.rows > TALL and fits(x, weight):
+            return few_coded_linear(x, weight, bias)
+        return self._other(x, weight, bias)
 
 
 def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, early: bool) -> None:
@@ -655,3 +698,4 @@ def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, ea
     table.form(few_ops.few_rows, fits)(few_rows)
     table.form(few_ops.norm_linear, fits)(partial(norm_linear, codes=codes, early=early))
     table.form(few_ops.linear_add, fits)(partial(linear_add, early=early))
+    table.made(coded_ops.coded_linear, fits)(TallLinear)
