@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,11 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self._act(self.up(x)))
 
-    def join(self, x: Tensor, norm: NormRule, following: Sequence[Tensor | CodedWeight] = ()) -> Tensor:
+    def join(self, x: Tensor, norm: NormRule) -> Tensor:
         """x + mlp(norm(x)), for a few rows: see ops/few.py."""
         up, down = self.up.read_few(), self.down.read_few()
         assert up is not None and down is not None
-        return self._linear_add(self._norm_linear(x, norm, *up, self._act, down[:1]), *down, x, following)
+        return self._linear_add(self._norm_linear(x, norm, *up, self._act), *down, x)
 
     def few_matrices(self) -> list[Tensor | CodedWeight] | None:
         """What `join` and `in_parts` read, as loaded; None: there is something that they cannot."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -280,8 +280,8 @@ class Moe(nn.Module):
         index = torch.empty((0, choices), dtype=torch.int64, device=device)
         self.experts(torch.empty((0, width), dtype=dtype, device=device), index.float(), index)
 
-    def join(self, x: Tensor, norm: NormRule, following: Sequence[Tensor | CodedWeight] = ()) -> Tensor:
-        """x + moe(norm(x)), for a few rows: see ops/few.py; experts do not use `following`."""
+    def join(self, x: Tensor, norm: NormRule) -> Tensor:
+        """x + moe(norm(x)), for a few rows: see ops/few.py."""
         logits, h = self._norm_router(x, norm, *self.router.read_plain(), self.kind.router_wide)
         weights, index = self._weigh(logits, x.dtype)
         return self.experts(h, weights, index, x)

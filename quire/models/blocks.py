@@ -9,10 +9,8 @@ layers (decoder.py, encoder.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -108,15 +106,6 @@ class Few:
         self.attn, self.mlp, self.norms, self.rules = attn, mlp, norms, rules
         self._few_rows, self._dtype = storage.of(few_rows), storage.dtype
         self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
-        self._next: Few | None = None  # of the block after this one
-
-    @staticmethod
-    def link(blocks: Sequence[nn.Module]) -> None:
-        """Tell each which one follows, in the order in which a step comes to them."""
-        fews = [block.few if isinstance(block, DecoderBlock) else None for block in blocks]
-        for one, other in pairwise(fews):
-            if one is not None:
-                one._next = other
 
     @classmethod
     def of(cls, block: DecoderBlock, arch: Arch, storage: Storage) -> Few | None:
@@ -150,10 +139,10 @@ class Few:
     def __call__(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
         attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
         assert qkv is not None and o is not None
-        heads = self._norm_linear(x, self.rules[0], *qkv, None, [o[0], *(self.mlp.few_matrices() or ())])
-        x = self._linear_add(attn.attend(heads, batch, rotary), *o, x)
-        first = None if self._next is None else self._next.attn.qkv.read_few()
-        return self.mlp.join(x, self.rules[1], () if first is None else first[:1])
+        heads = self._norm_linear(x, self.rules[0], *qkv)
+        following = next(iter(self.mlp.few_matrices() or ()), None)
+        x = self._linear_add(attn.attend(heads, batch, rotary), *o, x, following)
+        return self.mlp.join(x, self.rules[1])
 
 
 class InParts:

@@ -34,7 +34,7 @@ from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
 from quire.layers.veto import hooks_of, vetoed
 from quire.models.arch import Arch
-from quire.models.blocks import BLOCKS, DecoderBlock, Few, SharedBlock, Whole
+from quire.models.blocks import BLOCKS, DecoderBlock, SharedBlock, Whole
 from quire.models.layout import arrange_for
 from quire.models.stage import OtherStage, PipelineStage
 from quire.ops.act import tanh
@@ -225,7 +225,6 @@ class Decoder(nn.Module):
             layer_arch = replace(arch, order=layer.order or arch.order)
             self.layers[i] = BLOCKS[layer_arch.order](layer_arch, i, None if which is None else ropes[which], storage)
         own = [self.layers[i] for i in self.stage.layers]
-        Few.link(own)
         uses = [layer.use for layer in own if isinstance(layer, SharedBlock)]
         for use in uses:
             use.link(uses)

@@ -7,8 +7,7 @@ Each op is a sequence of plain ops with the same results. A device that has a fo
     part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`; of
                  which adapters they add, `added_rows` says
 
-Which codes they read, `few_rows` and `part_rows` say. `following` are matrices that the matmuls after this one read, in
-that order: a device may bring some of them to its cache meanwhile. Results do not depend on it.
+Which codes they read, `few_rows` and `part_rows` say.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def norm_linear(
     weight: Tensor | CodedWeight,
     bias: Tensor | None,
     act: Callable[[Tensor], Tensor] | None = None,
-    following: Sequence[Tensor | CodedWeight] = (),
 ) -> Tensor:
     """act(norm(x) weight' + bias)."""
     y = _linear(normed(x, norm), weight, bias)
@@ -63,9 +61,10 @@ def linear_add(
     weight: Tensor | CodedWeight,
     bias: Tensor | None,
     stream: Tensor,
-    following: Sequence[Tensor | CodedWeight] = (),
+    following: Tensor | CodedWeight | None = None,
 ) -> Tensor:
-    """stream + (x weight' + bias)."""
+    """stream + (x weight' + bias). `following`: the matrix of the next matmul, which a device may begin to bring to its
+    cache; results do not depend on it."""
     return stream + _linear(x, weight, bias)
 
 

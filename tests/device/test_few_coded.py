@@ -44,6 +44,24 @@ def test_rows_of_many_chunks(made):
     cases.check_few_forms(few_coded, cases.normal(1, weight.width, dtype=torch.bfloat16, device="cuda"), weight)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_programs_of_several_tiles(kind):
+    """The same bits as programs of one tile, also where their number does not divide the rows."""
+    for rows in (192, 96):
+        weight = cases.weight_of(cases.Made(kind, 2 * rows, 1024, 1024 if kind == "fp8" else 128), "cuda")
+        x = cases.normal(1, 1024, dtype=torch.bfloat16, device="cuda")
+        rule = NormRule(cases.normal(1024, seed=3, dtype=torch.bfloat16, device="cuda"), 1e-6, 0.0, False)
+        stream = cases.normal(1, 2 * rows, seed=2, dtype=torch.bfloat16, device="cuda")
+        for given in ({"norm": rule, "gated": True}, {"stream": stream}):
+            one, two, five = (
+                few_coded.few_coded_linear(
+                    x, weight, config=few_coded.FewCodedConfig(4, 2, 128, repeat), early=True, **given
+                )
+                for repeat in (1, 2, 5)
+            )
+            assert torch.equal(one, two) and torch.equal(one, five)
+
+
 @pytest.mark.parametrize("warps", [4, 8, 16])
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_every_number_of_warps(kind, warps):

@@ -573,16 +573,16 @@ def test_one_row_of_coded_weights(kind, shape, half):
     pointer = f"*{half}"
     kinds = {
         "x": pointer, "gains": pointer, "codes": "*i32", "scale": "*fp32", "bias": pointer, "stream": pointer,
-        "out": pointer, "following": "*u8", "later": "*u8", "following_size": "i32", "later_size": "i32",
+        "out": pointer, "following": "*u8", "following_size": "i32",
         "eps": "fp32", "offset": "fp32",
     }  # fmt: skip
     constants = {
         "N": n, "K": k, "GROUP": 128 if packed else k, "CODING": few_coded._KINDS[kind], "NORM": 1 if with_norm else 0,
         "GATED": gated, "BIAS": shape == "odd", "ADD": not with_norm, "WARPS": config.warps, "AHEAD": config.ahead,
-        "EARLY": True,
+        "REPEAT": config.repeat, "EARLY": True,
     }  # fmt: skip
-    absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm, "later": shape != "qkv"}
-    absent["following"] = shape == "odd"
+    absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm}
+    absent["following"] = shape != "down"
     constants |= {name: None for name, is_absent in absent.items() if is_absent}
     signature = {param.name: "constexpr" if param.name in constants else kinds[param.name] for param in kernel.params}
     names = list(signature)
@@ -597,7 +597,7 @@ def test_one_row_of_coded_weights(kind, shape, half):
     loop = after[after.index("mma.sync") : after.rindex("mma.sync")]
     assert "bar.sync" not in loop and "st.shared" not in loop
     assert made.metadata.shared <= 50 << 10  # so that several programs share a multiprocessor
-    fetches = {"qkv": 2, "odd": 0}.get(shape, 1)  # behind the loop, where all codes of a program are on their way
+    fetches = 1 if shape == "down" else 0  # behind the loop, where all codes of a program are on their way
     assert text.count("cp.async.bulk.prefetch.L2") == after.count("cp.async.bulk.prefetch.L2") == fetches
 
 

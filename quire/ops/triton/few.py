@@ -290,10 +290,9 @@ def config_of(rows: int, n: int, k: int, *, gated: bool, coded: bool = False) ->
 
 def norm_linear(
     x: Tensor, norm: NormRule, weight: Tensor | CodedWeight, bias: Tensor | None,
-    act: Callable[[Tensor], Tensor] | None = None, following: Sequence[Tensor | CodedWeight] = (), *,
-    codes: Mapping[Callable, int], early: bool = False,
+    act: Callable[[Tensor], Tensor] | None = None, *, codes: Mapping[Callable, int], early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`codes`: the gated activations that can be fused; others run after it. `following` is not used."""
+    """`codes`: the gated activations that can be fused; others run after it."""
     code = None if act is None else codes.get(act)
     y = few_linear(x, weight, bias, norm=norm, act=None if code is None else (code, 0.0, 0.0), early=early)
     return y if act is None or code is not None else act(y)
@@ -301,7 +300,7 @@ def norm_linear(
 
 def linear_add(
     x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor,
-    following: Sequence[Tensor | CodedWeight] = (), *, early: bool = False,
+    following: Tensor | CodedWeight | None = None, *, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """`following` is not used."""
     return few_linear(x, weight, bias, stream=stream.contiguous(), early=early)

@@ -45,6 +45,7 @@ class FewCodedConfig(NamedTuple):
     warps: int  # that share K
     ahead: int  # chunks of a warp that are in flight
     registers: int  # of a thread at most
+    repeat: int = 1  # tiles of 16 rows that a program multiplies one after the other
 
 
 _FP8 = "mov.b32 {l, h}, a; cvt.rn.f16x2.e4m3x2 c, l; cvt.rn.f16x2.e4m3x2 d, h;"
@@ -425,13 +426,18 @@ def _step(
 
 
 @gluon.jit
-def _whole(acc, parts):
-    """[64] of the sums of all warps, in the order of `_results`. By way of shared memory, where the threads of a warp
-    write side by side: numbers of different warps side by side would all be in one bank."""
+def _put_sums(parts, acc):
+    """To shared memory for `_whole`: the threads of a warp write side by side, since numbers of several warps side by
+    side would all be in one bank."""
     WARPS: gl.constexpr = acc.shape[0]
     y, _ = gl.split(acc.reshape([WARPS, 8, 4, 2, 2]))  # both columns of a pair are the same
     parts.store(y.reshape([WARPS, 64]))
-    return gl.sum(parts.load(_sums_layout(WARPS)), 0)
+
+
+@gluon.jit
+def _whole(parts):
+    """[64] of the sums of all warps, in the order of `_results`."""
+    return gl.sum(parts.load(_sums_layout(parts.shape[0])), 0)
 
 
 @gluon.constexpr_function
@@ -481,12 +487,12 @@ def _of_rows(values, n, count, INSIDE: gl.constexpr):
 
 @gluon.jit
 def _few_coded_kernel(
-    x, gains, codes, scale, bias, stream, out, following, later, following_size, later_size, eps, offset,
+    x, gains, codes, scale, bias, stream, out, following, following_size, eps, offset,
     N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, NORM: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
+    REPEAT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """grid (columns / 16,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
+    """grid (columns / 16 / REPEAT,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
     kind: gl.constexpr = x.dtype.element_ty
     own: gl.constexpr = _words_layout(WARPS, 4)
     PACKED: gl.constexpr = CODING >= 2
@@ -510,9 +516,8 @@ def _few_coded_kernel(
     parts_up = parts
     if GATED:
         parts_up = gl.allocate_shared_memory(gl.float32, [WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    first = gl.program_id(0) * 16
+    first = gl.program_id(0) * (16 * REPEAT)
     row, is_first = _results(WARPS)
-    n = first + row
     if EARLY:
         gdc_launch_dependents()
     loaded = ()
@@ -522,49 +527,64 @@ def _few_coded_kernel(
     larger, smaller = 1.0, 1.0
     if NORM > 0:
         larger, smaller = _norm_power(by, offset, K, K**0.5)
-    row_by = gl.full([64], 1.0, gl.float32, layout=n.type.layout)
-    up_by = row_by
+    of_rows = ()  # scales of rows of the matrix, and of those beside them
     if not GROUPED:
-        row_by = _of_rows(scale, n, N, INSIDE)
-        if GATED:
-            up_by = _of_rows(scale + N, n, N, INSIDE)
+        for tile in gl.static_range(REPEAT):
+            of_rows = of_rows + (_of_rows(scale, first + tile * 16 + row, N, INSIDE),)  # type: ignore[assignment]  # noqa: RUF005
+            if GATED:
+                of_rows = of_rows + (_of_rows(scale + N, first + tile * 16 + row, N, INSIDE),)  # type: ignore[assignment]  # noqa: RUF005
     if EARLY:
         gdc_wait()
     smaller = _stage(x, by, larger, smaller, slabs, sums, exchange, eps, offset, K, SLAB, WARPS, CODING, NORM)
-    residual = row_by
+    residuals = ()
     if ADD:
-        residual = _of_rows(stream, n, N, INSIDE)
+        for tile in gl.static_range(REPEAT):
+            residuals = residuals + (_of_rows(stream, first + tile * 16 + row, N, INSIDE),)  # type: ignore[assignment]  # noqa: RUF005
     _synchronize()  # the compiler would do so in every turn of the loop
-    acc = gl.zeros([WARPS, 8, 4, 4], gl.float32, layout=own)
-    acc_up = acc
-    for step in range(0, STEPS - LOADED, LOADED):
+    for tile in gl.static_range(REPEAT):
+        acc = gl.zeros([WARPS, 8, 4, 4], gl.float32, layout=own)
+        acc_up = acc
+        for step in range(0, STEPS - LOADED, LOADED):
+            after = ()
+            for place in gl.static_range(LOADED):
+                acc, acc_up = _step(
+                    loaded, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED
+                )  # fmt: skip
+                after = after + _load(codes, scale, first, step + place + LOADED, N, COUNT, K, GROUP, WARPS, PACKED)
+            loaded = after
+        if following is not None and tile == REPEAT - 1:  # all of this program's codes are on their way
+            _fetch(following, following_size, (N + 16 * REPEAT - 1) // (16 * REPEAT), WARPS)
+        n = first + row
+        first += 16
         after = ()
         for place in gl.static_range(LOADED):
-            acc, acc_up = _step(loaded, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED)
-            after = after + _load(codes, scale, first, step + place + LOADED, N, COUNT, K, GROUP, WARPS, PACKED)
+            acc, acc_up = _step(
+                loaded, acc, acc_up, staged, sums, STEPS - LOADED + place, place, WARPS, CODING, GROUPED, GATED
+            )  # fmt: skip
+            if tile + 1 < REPEAT:
+                after = after + _load(codes, scale, first, place, N, COUNT, K, GROUP, WARPS, PACKED)
         loaded = after
-    if following is not None:  # all of this program's codes are on their way
-        _fetch(following, following_size, (N + 15) // 16, WARPS)
-    if later is not None:
-        _fetch(later, later_size, (N + 15) // 16, WARPS)
-    for place in gl.static_range(LOADED):
-        acc, acc_up = _step(
-            loaded, acc, acc_up, staged, sums, STEPS - LOADED + place, place, WARPS, CODING, GROUPED, GATED
-        )  # fmt: skip
-    y = _whole(acc, parts) * smaller * row_by
-    if BIAS:
-        y += _of_rows(bias, n, N, INSIDE)
-    y = y.to(kind).to(gl.float32)
-    if GATED:
-        up = _whole(acc_up, parts_up) * smaller * up_by
+        _put_sums(parts, acc)
+        if GATED:
+            _put_sums(parts_up, acc_up)
+        y = _whole(parts) * smaller
+        if not GROUPED:
+            y *= of_rows[tile * 2 if GATED else tile]
         if BIAS:
-            up += _of_rows(bias + N, n, N, INSIDE)
-        up = up.to(kind).to(gl.float32)
-        y = (y / (1.0 + gl.exp(-y))).to(kind).to(gl.float32)
-        y = (y * up).to(kind).to(gl.float32)
-    if ADD:
-        y += residual
-    gl.store(out + n, y.to(kind), mask=is_first & (n < N))
+            y += _of_rows(bias, n, N, INSIDE)
+        y = y.to(kind).to(gl.float32)
+        if GATED:
+            up = _whole(parts_up) * smaller
+            if not GROUPED:
+                up *= of_rows[tile * 2 + 1]
+            if BIAS:
+                up += _of_rows(bias + N, n, N, INSIDE)
+            up = up.to(kind).to(gl.float32)
+            y = (y / (1.0 + gl.exp(-y))).to(kind).to(gl.float32)
+            y = (y * up).to(kind).to(gl.float32)
+        if ADD:
+            y += residuals[tile]
+        gl.store(out + n, y.to(kind), mask=is_first & (n < N))
 
 
 def fits(x: Tensor, weight: CodedWeight) -> bool:
@@ -597,23 +617,6 @@ def config_of(n: int, k: int, *, packed: bool, gated: bool) -> FewCodedConfig:
     return FewCodedConfig(8, 2, 80) if packed else FewCodedConfig(4, 4, 96)
 
 
-# Bytes of the next matrix, and of the one after it, that a kernel brings to the L2 cache.
-_SOON, _LATER = 16 << 20, 8 << 20
-
-
-def fetched(following: Sequence[Tensor | CodedWeight]) -> tuple[Tensor | None, Tensor | None]:
-    """The beginnings of the codes of the next two matrices; None: there is none, or it has none."""
-    begun = [_begin(weight, size) for weight, size in zip(following, (_SOON, _LATER), strict=False)]
-    return (*begun, None, None)[0], (*begun, None, None)[1]
-
-
-def _begin(weight: Tensor | CodedWeight, size: int) -> Tensor | None:
-    if not isinstance(weight, CodedWeight) or not weight.codes.is_contiguous() or weight.codes.data_ptr() % 16:
-        return None
-    codes = weight.codes.view(torch.uint8).view(-1)
-    return codes[: min(size, len(codes)) // 16 * 16]
-
-
 def few_coded_linear(
     x: Tensor,  # [1, K]
     weight: CodedWeight,
@@ -623,7 +626,7 @@ def few_coded_linear(
     gated: bool = False,  # silu(gate) * up
     stream: Tensor | None = None,  # [1, N], to be added
     config: FewCodedConfig | None = None,
-    following: Sequence[Tensor | CodedWeight] = (),  # what the next matmuls read
+    following: Tensor | None = None,  # uint8 [n]: what the next matmul reads, to be brought to the L2 cache
     early: bool = False,
 ) -> Tensor:
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
@@ -632,12 +635,12 @@ def few_coded_linear(
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     rule = norm or NormRule(None, 0.0, 0.0, False)
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
-    soon, later = fetched(following)
-    _few_coded_kernel[(-(-n // 16),)](
-        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, soon, later,
-        0 if soon is None else soon.numel(), 0 if later is None else later.numel(), rule.eps, rule.offset,
+    repeat = config.repeat if n % (16 * config.repeat) == 0 else 1
+    _few_coded_kernel[(-(-n // (16 * repeat)),)](
+        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, following,
+        0 if following is None else following.numel(), rule.eps, rule.offset,
         N=n, K=k, GROUP=weight.group, CODING=_KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
-        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, EARLY=early, num_warps=config.warps,
+        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, REPEAT=repeat, EARLY=early, num_warps=config.warps,
         maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
@@ -661,24 +664,35 @@ def few_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWe
 
 def norm_linear(
     x: Tensor, norm: NormRule, weight: Tensor | CodedWeight, bias: Tensor | None,
-    act: Callable[[Tensor], Tensor] | None = None, following: Sequence[Tensor | CodedWeight] = (), *,
-    codes: Mapping[Callable, int], early: bool = False,
+    act: Callable[[Tensor], Tensor] | None = None, *, codes: Mapping[Callable, int], early: bool = False,
 ) -> Tensor:  # fmt: skip
     """`codes`: gated activations by function; SiLU is fused into the matmul, others run after it."""
     if not isinstance(weight, CodedWeight) or not fits(x, weight):
-        return few.norm_linear(x, norm, weight, bias, act, following, codes=codes, early=early)
+        return few.norm_linear(x, norm, weight, bias, act, codes=codes, early=early)
     gated = act is not None and codes.get(act) == SILU
-    y = few_coded_linear(x, weight, bias, norm=norm, gated=gated, following=following, early=early)
+    y = few_coded_linear(x, weight, bias, norm=norm, gated=gated, early=early)
     return y if act is None or gated else act(y)
+
+
+_FETCHED = 16 << 20  # bytes of the next matrix
+
+
+def beginning(weight: Tensor | CodedWeight | None) -> Tensor | None:
+    """Of codes, uint8 [n]: what is worth bringing to the L2 cache before the matmul that reads them begins."""
+    if not isinstance(weight, CodedWeight) or not weight.codes.is_contiguous() or weight.codes.data_ptr() % 16:
+        return None
+    codes = weight.codes.view(torch.uint8).view(-1)
+    return codes[: min(_FETCHED, len(codes)) // 16 * 16]
 
 
 def linear_add(
     x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor,
-    following: Sequence[Tensor | CodedWeight] = (), *, early: bool = False,
+    following: Tensor | CodedWeight | None = None, *, early: bool = False,
 ) -> Tensor:  # fmt: skip
     if not isinstance(weight, CodedWeight) or not fits(x, weight):
         return few.linear_add(x, weight, bias, stream, following, early=early)
-    return few_coded_linear(x, weight, bias, stream=stream.contiguous(), following=following, early=early)
+    ahead = beginning(following) if early else None
+    return few_coded_linear(x, weight, bias, stream=stream.contiguous(), following=ahead, early=early)
 
 
 class TallLinear:
