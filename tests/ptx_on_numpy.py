@@ -2,7 +2,7 @@
 
 What is seen here and not in gluon_on_numpy.py: layouts, that is what each thread has in its registers, where rows lie
 in shared memory, and which of it a descriptor of `wgmma` means. Instructions are those that the kernels under test
-have; an unknown one is an error. What is not seen: races (copies and matmuls are done when they are asked for), and
+have (`wgmma` of bfloat16, `mma` of float16); an unknown one is an error. What is not seen: races (copies and matmuls are done when they are asked for), and
 what the assembler and the GPU make of it. Branches must go the same way in all threads of a program.
 """
 
@@ -30,7 +30,7 @@ _WHOLE: dict[str, Callable] = {
 }  # fmt: skip
 _FLOAT: dict[str, Callable] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.minimum, "max": np.maximum,
-    "ex2": np.exp2, "neg": np.negative, "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
+    "ex2": np.exp2, "neg": np.negative, "abs": np.abs, "rsqrt": lambda a: 1 / np.sqrt(a), "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
 }  # fmt: skip
 
 
@@ -64,6 +64,17 @@ class Memory:
             array[place] = data[lane]
 
 
+class _Within(Memory):
+    """Shared memory: one array, from address 0 on."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def _place(self, at: int, size: int) -> tuple[np.ndarray, slice]:
+        assert at + size <= len(self._array), f"{size} bytes at {at} of {len(self._array)}"
+        return self._array, slice(at, at + size)
+
+
 def floats(bits: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
@@ -79,6 +90,24 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 def to_bf16(values: np.ndarray) -> np.ndarray:
     bits = bits_of(values)
     return np.where(np.isnan(values), U64(0x7FFF), (bits + U64(0x7FFF) + (bits >> U64(16) & U64(1))) >> U64(16))
+
+
+def from_f16(bits: np.ndarray) -> np.ndarray:
+    return (bits & _HALF).astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+def to_f16(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float16).view(np.uint16).astype(U64)
+
+
+def from_e4m3(bits: np.ndarray) -> np.ndarray:
+    sign, exponent, rest = bits >> U64(7) & U64(1), (bits >> U64(3) & U64(15)).astype(int), (bits & U64(7)).astype(int)
+    size = np.where(exponent > 0, np.ldexp(8.0 + rest, exponent - 10), np.ldexp(rest.astype(float), -9))
+    return (np.where(sign, -1, 1) * size).astype(np.float32)
+
+
+# two numbers of a register -> theirs in float32, and back
+_PAIRS: dict[str, tuple[Callable, Callable]] = {"bf16": (from_bf16, to_bf16), "f16": (from_f16, to_f16)}
 
 
 def parse(text: str) -> tuple[list[str], dict[str, int]]:
@@ -155,8 +184,18 @@ class Program:
             number = int(args[1].rstrip("]").rpartition("_")[2])
             self._put(args[0], np.full(self._count, self._params[number], U64), mask)
         elif head in ("ld", "st"):
-            assert "global" in parts
-            (self._load if head == "ld" else self._store)(args, kind, mask)
+            assert "global" in parts or "shared" in parts
+            memory = self._memory if "global" in parts else _Within(self._shared)
+            (self._load if head == "ld" else self._store)(args, kind, mask, memory)
+        elif name.startswith("shfl.sync.bfly"):
+            others = np.arange(self._count, dtype=U64) ^ self._get(args[2])
+            self._put(args[0].partition("|")[0], self._get(args[1])[others.astype(int)], mask)
+        elif re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", name):
+            self._load_matrices(args)
+        elif re.fullmatch(r"stmatrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", name):
+            self._store_matrices(args)
+        elif head == "mma":
+            self._multiply(name, args)
         elif name.startswith("cp.async"):
             self._copy(args, mask)
         elif head == "wgmma":
@@ -174,17 +213,23 @@ class Program:
             self._put(args[0], np.where(self._get(args[3]) != 0, self._get(args[1]), self._get(args[2])), mask, kind)
         elif head == "cvt":
             self._convert(parts, args, mask)
-        elif name == "mul.bf16x2":
-            low, high = (
-                to_bf16(from_bf16(self._get(args[1]) >> by) * from_bf16(self._get(args[2]) >> by))
-                for by in (U64(0), U64(16))
-            )
-            self._put(args[0], low | high << U64(16), mask)
+        elif kind.removesuffix("x2") in _PAIRS:
+            self._put(args[0], self._in_halves(head, kind, args), mask)
         elif kind == "f32":
             with np.errstate(all="ignore"):
                 self._put(args[0], bits_of(_FLOAT[head](*(floats(self._get(arg)) for arg in args[1:]))), mask)
         else:
             self._put(args[0], self._computed(name, parts, args), mask, "b64" if "wide" in parts else kind)
+
+    def _in_halves(self, head: str, kind: str, args: list[str]) -> np.ndarray:
+        """One number of 16 bits, or two."""
+        opened, closed = _PAIRS[kind.removesuffix("x2")]
+        with np.errstate(all="ignore"):
+            halves = [
+                closed(_FLOAT[head](*(opened(self._get(arg) >> U64(by)) for arg in args[1:])))
+                for by in ((0, 16) if kind.endswith("x2") else (0,))
+            ]
+        return halves[0] if len(halves) == 1 else halves[0] | halves[1] << U64(16)
 
     def _computed(self, name: str, parts: list[str], args: list[str]) -> np.ndarray:
         """Whole numbers and bits."""
@@ -195,6 +240,13 @@ class Program:
             return self._get(args[1]) << self._get(args[2])
         if name == "prmt.b32":
             return self._permuted(*(self._get(arg) for arg in args[1:]))
+        if name == "lop3.b32":
+            a, b, c = (self._get(arg) & _WORD for arg in args[1:4])
+            table, out = int(args[4], 0), np.zeros(self._count, U64)
+            for i in range(8):
+                if table >> i & 1:
+                    out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+            return out
         if name == "bfe.u32":
             return self._get(args[1]) >> self._get(args[2]) & ((U64(1) << self._get(args[3])) - U64(1))
         a, b = (self._whole(arg, kind) for arg in args[1:3])
@@ -206,7 +258,7 @@ class Program:
             return a * b if head == "mul" else a * b + self._get(args[3]).view(np.int64)
         if head in _WHOLE:
             return _WHOLE[head](a, b)
-        raise NotImplementedError(name)
+        raise NotImplementedError(f"{name} {args}")
 
     @staticmethod
     def _permuted(a: np.ndarray, b: np.ndarray, choice: np.ndarray) -> np.ndarray:
@@ -219,8 +271,18 @@ class Program:
 
     def _convert(self, parts: list[str], args: list[str], mask: np.ndarray) -> None:
         to, kind = parts[-2:]
-        if (to, kind) == ("bf16", "f32"):
+        if to in ("bf16x2", "f16x2"):
+            if kind == "e4m3x2":
+                high, low = (from_e4m3(self._get(args[1]) >> U64(by) & U64(255)) for by in (8, 0))
+            else:
+                high, low = (floats(self._get(arg)) for arg in args[1:])
+            with np.errstate(all="ignore"):
+                closed = _PAIRS[to[:-2]][1]
+                self._put(args[0], closed(low) | closed(high) << U64(16), mask)
+        elif (to, kind) == ("bf16", "f32"):
             self._put(args[0], to_bf16(floats(self._get(args[1]))), mask)
+        elif (to, kind) == ("f16", "f32"):
+            self._put(args[0], to_f16(floats(self._get(args[1]))), mask)
         elif (to, kind) == ("f32", "bf16"):
             self._put(args[0], bits_of(from_bf16(self._get(args[1]))), mask)
         else:
@@ -235,15 +297,15 @@ class Program:
         low, high = (self._get(name) & _HALF for name in _names(args[1]))
         self._put(args[0], low | high << U64(16), mask)
 
-    def _load(self, args: list[str], kind: str, mask: np.ndarray) -> None:
+    def _load(self, args: list[str], kind: str, mask: np.ndarray, memory: Memory) -> None:
         names, dtype = _names(args[0]), _SIZES[kind]
-        data = self._memory.read(self._address(args[1]), np.dtype(dtype).itemsize * len(names), mask).view(dtype)
+        data = memory.read(self._address(args[1]), np.dtype(dtype).itemsize * len(names), mask).view(dtype)
         for name, column in zip(names, data.T, strict=True):
             self._put(name, column.astype(U64), mask)
 
-    def _store(self, args: list[str], kind: str, mask: np.ndarray) -> None:
+    def _store(self, args: list[str], kind: str, mask: np.ndarray, memory: Memory) -> None:
         data = np.stack([self._get(name).astype(_SIZES[kind]) for name in _names(args[1])], 1)
-        self._memory.write(self._address(args[0]), data.view(np.uint8), mask)
+        memory.write(self._address(args[0]), data.view(np.uint8), mask)
 
     def _copy(self, args: list[str], mask: np.ndarray) -> None:
         """16 bytes to shared memory, or zeros."""
@@ -253,6 +315,45 @@ class Program:
         for lane, at in enumerate(self._address(args[0]).tolist()):
             if mask[lane]:
                 self._shared[at : at + 16] = data[lane]
+
+    def _load_matrices(self, args: list[str]) -> None:
+        """Up to four matrices of eight rows of 16 bytes; eight threads after each other know where the rows of one are."""
+        at, lane = self._address(args[1]).astype(int), np.arange(self._count)
+        for i, name in enumerate(_names(args[0])):
+            start = at[lane // 32 * 32 + 8 * i + lane % 32 // 4] + lane % 4 * 4
+            words = self._shared[start[:, None] + np.arange(4)].view(np.uint32)[:, 0]
+            self._put(name, words.astype(U64), np.ones(self._count, bool))
+
+    def _store_matrices(self, args: list[str]) -> None:
+        """The same, the other way round."""
+        at, lane = self._address(args[0]).astype(int), np.arange(self._count)
+        for i, name in enumerate(_names(args[1])):
+            start = at[lane // 32 * 32 + 8 * i + lane % 32 // 4] + lane % 4 * 4
+            self._shared[start[:, None] + np.arange(4)] = self._get(name).astype(np.uint32)[:, None].view(np.uint8)
+
+    def _multiply(self, name: str, args: list[str]) -> None:
+        """16 x 16 times 16 x 8 in every warp, all of it in registers."""
+        assert name == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", name
+        lane = np.arange(self._count) % 32
+        row, thread, sums = lane // 4, lane % 4, [floats(self._get(one)) for one in _names(args[3])]
+        words = [self._get(one) for one in (*_names(args[1]), *_names(args[2]))]
+        for warp in range(self._count // 32):
+            own = slice(warp * 32, warp * 32 + 32)
+            r, t = row[own], thread[own]
+            left, right = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
+            for i in range(6):
+                for half in range(2):
+                    value = from_f16(words[i][own] >> U64(16 * half))
+                    if i < 4:
+                        left[r + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = value
+                    else:
+                        right[2 * t + half + 8 * (i - 4), r] = value
+            with np.errstate(all="ignore"):
+                out = left @ right
+            for i in range(4):
+                sums[i][own] += out[r + 8 * (i // 2), 2 * t + i % 2]
+        for one, value in zip(_names(args[0]), sums, strict=True):
+            self._put(one, bits_of(value), np.ones(self._count, bool))
 
     def _matmul(self, name: str, args: list[str]) -> None:
         """64 rows a warpgroup, from registers, times columns in shared memory."""

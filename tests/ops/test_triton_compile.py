@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.attention.triton import choose_tiles
+from quire.ops import act as act_ops
 from quire.ops import moe as moe_ops
 from quire.ops.act import clamped_swiglu
 from quire.ops.coded import CodedWeight
@@ -41,6 +42,8 @@ from quire.ops.triton import (
     rope,
     texts,
 )  # fmt: skip
+from quire.ops.few import NormRule, linear_add, norm_linear
+from tests.coded_cases import Made, check, normal, weight_of
 from tests.coded_expert_cases import as_mx, make_codes, sorted_pairs, summed
 from tests.fused_cases import Draw
 from tests.ptx_on_numpy import Memory, Program, parse
@@ -558,38 +561,39 @@ def test_codes_times_some_rows(name, rows):
         assert bool(scales) == is_grouped and all(offset % 128 in (0, 32) for offset in scales)
 
 
+def compiled_few(kernel, constants, absent, half, registers):
+    """`absent`: names of pointers that are None."""
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    pointers = dict.fromkeys(("x", "gains", "bias", "stream", "out"), f"*{half}")
+    kinds = pointers | {"codes": "*i32", "scale": "*fp32", "following": "*u8", "following_size": "i32"}
+    kinds |= {"eps": "fp32", "offset": "fp32"}
+    constants = constants | dict.fromkeys(absent)
+    signature = {param.name: "constexpr" if param.name in constants else kinds[param.name] for param in kernel.params}
+    names = list(signature)
+    places = {(names.index(name),): value for name, value in constants.items()}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
+    options = {"num_warps": constants["WARPS"], "maxnreg": registers, "launch_pdl": True}
+    return triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+
+
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", ["qkv", "up", "down", "odd"])
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
 def test_one_row_of_coded_weights(kind, shape, half):
     """As above; codes go from memory to registers and stay there, and begin to before the previous kernel ends."""
     few_coded = pytest.importorskip("quire.ops.triton.few_coded")
-    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     n, k, gated = {"qkv": (6144, 4096, False), "up": (12288, 4096, True), "down": (4096, 12288, False),
                    "odd": (100, 640, True)}[shape]  # fmt: skip
     packed, with_norm = "4" in kind, shape != "down"
     config = few_coded.config_of(n, k, packed=packed, gated=gated)
-    kernel = few_coded._few_coded_kernel
-    pointer = f"*{half}"
-    kinds = {
-        "x": pointer, "gains": pointer, "codes": "*i32", "scale": "*fp32", "bias": pointer, "stream": pointer,
-        "out": pointer, "following": "*u8", "following_size": "i32",
-        "eps": "fp32", "offset": "fp32",
-    }  # fmt: skip
     constants = {
         "N": n, "K": k, "GROUP": 128 if packed else k, "CODING": few_coded._KINDS[kind], "NORM": 1 if with_norm else 0,
         "GATED": gated, "BIAS": shape == "odd", "ADD": not with_norm, "WARPS": config.warps, "AHEAD": config.ahead,
         "REPEAT": config.repeat, "EARLY": True,
     }  # fmt: skip
-    absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm}
-    absent["following"] = shape != "down"
-    constants |= {name: None for name, is_absent in absent.items() if is_absent}
-    signature = {param.name: "constexpr" if param.name in constants else kinds[param.name] for param in kernel.params}
-    names = list(signature)
-    places = {(names.index(name),): value for name, value in constants.items()}
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
-    options = {"num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": True}
-    made = triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+    absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm, "following": shape != "down"}
+    absent = {name for name, is_absent in absent.items() if is_absent}
+    made = compiled_few(few_coded._few_coded_kernel, constants, absent, half, config.registers)
     text = made.asm["ptx"]
     before, after = text.split("griddepcontrol.wait")
     assert "mma.sync" not in before and after.count("mma.sync") >= 4 and ".local" not in text
@@ -599,6 +603,46 @@ def test_one_row_of_coded_weights(kind, shape, half):
     assert made.metadata.shared <= 50 << 10  # so that several programs share a multiprocessor
     fetches = 1 if shape == "down" else 0  # behind the loop, where all codes of a program are on their way
     assert text.count("cp.async.bulk.prefetch.L2") == after.count("cp.async.bulk.prefetch.L2") == fetches
+
+
+class FewOnNumpy:
+    """In the place of a kernel: compiled for Hopper, and run there."""
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps, maxnreg, **constants):
+            names = [param.name for param in self._kernel.params][: len(given)]
+            absent = {name for name, value in zip(names, given, strict=True) if value is None}
+            made = compiled_few(self._kernel, constants, absent, "bf16", maxnreg)
+            memory, params = Memory(), []
+            for value in given:
+                if isinstance(value, torch.Tensor):
+                    value = memory.add(value.view(-1).view(torch.uint8).numpy())
+                if value is not None:
+                    params.append(int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value)
+            code, labels = parse(made.asm["ptx"])
+            for place in range(grid[0]):
+                Program(32 * num_warps, params, memory, made.metadata.shared, (place, 0)).run(code, labels)
+
+        return launch
+
+
+@pytest.mark.parametrize("config", [(4, 2, 128, 1), (8, 1, 128, 1), (4, 4, 128, 2), (16, 1, 64, 1)])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
+def test_compiled_matmuls_of_one_row_of_codes_are_right(monkeypatch, kind, config):
+    """In the layouts of the compiled kernel, whose instructions numpy runs."""
+    few_coded = pytest.importorskip("quire.ops.triton.few_coded")
+    monkeypatch.setattr(few_coded, "_few_coded_kernel", FewOnNumpy(few_coded._few_coded_kernel))
+    rows, width = 64, 1024
+    weight = weight_of(Made(kind, rows, width, 128 if "4" in kind else width), "cpu")
+    x, stream = normal(1, width, dtype=torch.bfloat16), normal(1, rows, seed=2, dtype=torch.bfloat16)
+    rule = NormRule(normal(width, seed=3, dtype=torch.bfloat16), 1e-6, 0.0, False)
+    given = {"config": few_coded.FewCodedConfig(*config)}
+    check(few_coded.few_coded_linear(x, weight, stream=stream, **given), linear_add(x, weight, None, stream), 1e-2)
+    found = few_coded.few_coded_linear(x, weight, norm=rule, gated=True, **given)
+    check(found, norm_linear(x, rule, weight, None, act_ops.GATED["silu"].reference), 1e-2)
 
 
 def compiled_mx(kernel, config, first, n, k, *, direct):
