@@ -2,8 +2,9 @@
 
 What is seen here and not in gluon_on_numpy.py: layouts, that is what each thread has in its registers, where rows lie
 in shared memory, and which of it a descriptor of `wgmma` means. Instructions are those that the kernels under test
-have (`wgmma` of bfloat16, `mma` of float16); an unknown one is an error. What is not seen: races (copies and matmuls are done when they are asked for), and
-what the assembler and the GPU make of it. Branches must go the same way in all threads of a program.
+have (`wgmma` of bfloat16, `mma` of float16); an unknown one is an error. What is not seen: races (copies and matmuls
+are done when they are asked for), and what the assembler and the GPU make of it. Branches must go the same way in all
+threads of a program.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _WHOLE: dict[str, Callable] = {
 }  # fmt: skip
 _FLOAT: dict[str, Callable] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.minimum, "max": np.maximum,
-    "ex2": np.exp2, "neg": np.negative, "abs": np.abs, "rsqrt": lambda a: 1 / np.sqrt(a), "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
+    "ex2": np.exp2, "neg": np.negative, "abs": np.abs, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
 }  # fmt: skip
 
 
@@ -317,7 +319,7 @@ class Program:
                 self._shared[at : at + 16] = data[lane]
 
     def _load_matrices(self, args: list[str]) -> None:
-        """Up to four matrices of eight rows of 16 bytes; eight threads after each other know where the rows of one are."""
+        """Up to four matrices of eight rows of 16 bytes; eight threads in turn know where the rows of one are."""
         at, lane = self._address(args[1]).astype(int), np.arange(self._count)
         for i, name in enumerate(_names(args[0])):
             start = at[lane // 32 * 32 + 8 * i + lane % 32 // 4] + lane % 4 * 4

@@ -25,6 +25,7 @@ from quire.ops import moe as moe_ops
 from quire.ops.act import clamped_swiglu
 from quire.ops.coded import CodedWeight
 from quire.ops.coded_experts import run_coded_experts
+from quire.ops.few import NormRule, linear_add, norm_linear
 from quire.ops.triton import (
     act,
     attention,
@@ -42,7 +43,6 @@ from quire.ops.triton import (
     rope,
     texts,
 )  # fmt: skip
-from quire.ops.few import NormRule, linear_add, norm_linear
 from tests.coded_cases import Made, check, normal, weight_of
 from tests.coded_expert_cases import as_mx, make_codes, sorted_pairs, summed
 from tests.fused_cases import Draw

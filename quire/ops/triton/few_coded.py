@@ -486,13 +486,22 @@ def _of_rows(values, n, count, INSIDE: gl.constexpr):
 
 
 @gluon.jit
+def _of_tiles(values, n, count, INSIDE: gl.constexpr, REPEAT: gl.constexpr):
+    loaded = ()
+    for tile in gl.static_range(REPEAT):
+        loaded = loaded + (_of_rows(values, n + tile * 16, count, INSIDE),)  # type: ignore[assignment]  # noqa: RUF005
+    return loaded
+
+
+@gluon.jit
 def _few_coded_kernel(
     x, gains, codes, scale, bias, stream, out, following, following_size, eps, offset,
     N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, NORM: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
     REPEAT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """grid (columns / 16 / REPEAT,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
+    """grid (columns / 16 / REPEAT,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up
+    rows."""
     kind: gl.constexpr = x.dtype.element_ty
     own: gl.constexpr = _words_layout(WARPS, 4)
     PACKED: gl.constexpr = CODING >= 2
@@ -527,19 +536,17 @@ def _few_coded_kernel(
     larger, smaller = 1.0, 1.0
     if NORM > 0:
         larger, smaller = _norm_power(by, offset, K, K**0.5)
-    of_rows = ()  # scales of rows of the matrix, and of those beside them
+    of_rows, of_ups = (), ()  # scales of rows of the matrix, and of those beside them
     if not GROUPED:
-        for tile in gl.static_range(REPEAT):
-            of_rows = of_rows + (_of_rows(scale, first + tile * 16 + row, N, INSIDE),)  # type: ignore[assignment]  # noqa: RUF005
-            if GATED:
-                of_rows = of_rows + (_of_rows(scale + N, first + tile * 16 + row, N, INSIDE),)  # type: ignore[assignment]  # noqa: RUF005
+        of_rows = _of_tiles(scale, first + row, N, INSIDE, REPEAT)
+        if GATED:
+            of_ups = _of_tiles(scale + N, first + row, N, INSIDE, REPEAT)
     if EARLY:
         gdc_wait()
     smaller = _stage(x, by, larger, smaller, slabs, sums, exchange, eps, offset, K, SLAB, WARPS, CODING, NORM)
     residuals = ()
     if ADD:
-        for tile in gl.static_range(REPEAT):
-            residuals = residuals + (_of_rows(stream, first + tile * 16 + row, N, INSIDE),)  # type: ignore[assignment]  # noqa: RUF005
+        residuals = _of_tiles(stream, first + row, N, INSIDE, REPEAT)
     _synchronize()  # the compiler would do so in every turn of the loop
     for tile in gl.static_range(REPEAT):
         acc = gl.zeros([WARPS, 8, 4, 4], gl.float32, layout=own)
@@ -569,14 +576,14 @@ def _few_coded_kernel(
             _put_sums(parts_up, acc_up)
         y = _whole(parts) * smaller
         if not GROUPED:
-            y *= of_rows[tile * 2 if GATED else tile]
+            y *= of_rows[tile]
         if BIAS:
             y += _of_rows(bias, n, N, INSIDE)
         y = y.to(kind).to(gl.float32)
         if GATED:
             up = _whole(parts_up) * smaller
             if not GROUPED:
-                up *= of_rows[tile * 2 + 1]
+                up *= of_ups[tile]
             if BIAS:
                 up += _of_rows(bias + N, n, N, INSIDE)
             up = up.to(kind).to(gl.float32)
@@ -640,7 +647,8 @@ def few_coded_linear(
         x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, following,
         0 if following is None else following.numel(), rule.eps, rule.offset,
         N=n, K=k, GROUP=weight.group, CODING=_KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
-        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, REPEAT=repeat, EARLY=early, num_warps=config.warps,
+        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, REPEAT=repeat, EARLY=early,
+        num_warps=config.warps,
         maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

@@ -380,8 +380,8 @@ def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: 
 
 
 def configs_of(tokens: int, pairs: int, experts: int) -> tuple[MxConfig, MxConfig]:
-    """The best of those tried on an H200 with gpt-oss-20b's shape and 1 to 2,048 tokens, routed evenly or to a quarter of
-    the experts: docs/log.md."""
+    """The best of those tried on an H200 with gpt-oss-20b's shape and 1 to 2,048 tokens, routed evenly or to a quarter
+    of the experts: docs/log.md."""
     each = pairs / experts
     if tokens <= FEW_TOKENS:
         return MxConfig(8, 4, 8), MxConfig(8, 4, 8, parts=3)
