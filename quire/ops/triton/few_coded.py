@@ -135,6 +135,17 @@ _TO_F16 = gl.constexpr("""{
 }""")
 
 
+# Two of float32, rounded to bfloat16, times two of bfloat16, rounded again, in float16.
+_GAINED = gl.constexpr("""{
+    .reg .b32 both, low, high;
+    cvt.rn.bf16x2.f32 both, $2, $1;
+    mul.bf16x2 both, both, $3;
+    shl.b32 low, both, 16;
+    and.b32 high, both, 0xFFFF0000;
+    cvt.rn.f16x2.f32 $0, high, low;
+}""")
+
+
 @gluon.jit
 def _rounded(x, IS_HALF: gl.constexpr):
     if IS_HALF:
@@ -319,7 +330,11 @@ def _stage(
     for slab in gl.static_range(SLABS):
         k = _columns(slab * SLAB, SLAB, WARPS)
         h = _inputs(x, k, K, WHOLE).to(gl.float32)
-        if NORM > 0:
+        if NORM == 1 and CODING != 2 and not IS_HALF:
+            h = gl.inline_asm_elementwise(
+                _GAINED, "=r,f,f,r", [h * by, gains[slab]], dtype=gl.float16, is_pure=True, pack=2
+            )
+        elif NORM > 0:
             h = h * by
             if NORM == 1:
                 h = _rounded(h, IS_HALF)
