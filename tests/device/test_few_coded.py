@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from quire.ops.act import GATED
+from quire.ops.coded import coded_linear
 from quire.ops.few import NormRule, linear_add, norm_linear
 from tests import coded_cases as cases
 
@@ -60,6 +61,33 @@ def test_programs_of_several_tiles(kind):
                 for repeat in (1, 2, 5)
             )
             assert torch.equal(one, two) and torch.equal(one, five)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_what_the_next_matmul_reads_changes_nothing(kind):
+    """Sizes that no number of programs divides; of 4 bits nothing is fetched."""
+    weight = cases.weight_of(cases.Made(kind, 96, 1024, 128 if kind == "int4" else 1024), "cuda")
+    following = cases.weight_of(cases.Made(kind, 1000, 1152, 128 if kind == "int4" else 1152), "cuda")
+    assert (few_coded.beginning(following) is None) == (kind == "int4") and few_coded.beginning(None) is None
+    x = cases.normal(1, 1024, dtype=torch.bfloat16, device="cuda")
+    stream = cases.normal(1, 96, seed=2, dtype=torch.bfloat16, device="cuda")
+    before = following.codes.clone()
+    for early in (False, True):
+        found = few_coded.linear_add(x, weight, None, stream, following, early=early)
+        assert torch.equal(found, few_coded.linear_add(x, weight, None, stream, early=early))
+    assert torch.equal(before.view(torch.uint8), following.codes.view(torch.uint8))
+
+
+def test_one_row_of_a_tall_matrix():
+    """Of the output, say; more rows, and other matrices, go the other way."""
+    calls = []
+    other = few_coded.TallLinear(lambda x, weight, bias: calls.append(len(x)), None)
+    tall = cases.weight_of(cases.Made("int8", few_coded.TALL + 40, 256, 256), "cuda")
+    x = cases.normal(2, 256, dtype=torch.bfloat16, device="cuda")
+    cases.check(other(x[:1], tall), coded_linear.reference(x[:1], tall, None), 1e-2)
+    other(x, tall)
+    other(x[:1], cases.weight_of(cases.Made("int8", 64, 256, 256), "cuda"))
+    assert calls == [2, 1]
 
 
 @pytest.mark.parametrize("warps", [4, 8, 16])
