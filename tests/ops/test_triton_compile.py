@@ -589,7 +589,7 @@ def test_one_row_of_coded_weights(kind, shape, half):
     constants = {
         "N": n, "K": k, "GROUP": 128 if packed else k, "CODING": few_coded._KINDS[kind], "NORM": 1 if with_norm else 0,
         "GATED": gated, "BIAS": shape == "odd", "ADD": not with_norm, "WARPS": config.warps, "AHEAD": config.ahead,
-        "REPEAT": config.repeat, "EARLY": True,
+        "REPEAT": config.repeat if n % (16 * config.repeat) == 0 else 1, "EARLY": True,
     }  # fmt: skip
     absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm, "following": shape != "down"}
     absent = {name for name, is_absent in absent.items() if is_absent}
@@ -599,7 +599,8 @@ def test_one_row_of_coded_weights(kind, shape, half):
     assert "mma.sync" not in before and after.count("mma.sync") >= 4 and ".local" not in text
     assert len(re.findall(r"ld\.global\.v4", before)) >= 2  # 16 bytes a thread and row
     loop = after[after.index("mma.sync") : after.rindex("mma.sync")]
-    assert "bar.sync" not in loop and "st.shared" not in loop
+    between = 2 * (constants["REPEAT"] - 1)  # sums of a tile of rows, of the gate and of those beside it
+    assert loop.count("bar.sync") <= between and loop.count("st.shared") <= between
     assert made.metadata.shared <= 50 << 10  # so that several programs share a multiprocessor
     fetches = 1 if shape == "down" else 0  # behind the loop, where all codes of a program are on their way
     assert text.count("cp.async.bulk.prefetch.L2") == after.count("cp.async.bulk.prefetch.L2") == fetches
@@ -677,7 +678,7 @@ def test_experts_in_mxfp4(tokens, first):
     loop = text[text.index("wgmma.fence") : text.rindex("wgmma.wait_group")]
     assert "ld.shared" not in loop and "st.shared" not in loop
     asked = text[: text.index("wgmma.mma_async")]
-    assert len(re.findall(r"ld\.global\.v4\.b32", asked)) >= 2 * config.ahead
+    assert len(re.findall(r"ld\.global\.v4\.b32", asked)) >= min(2 * config.ahead, 2880 // 64 // config.parts)
 
 
 @pytest.mark.parametrize("first", [True, False])
