@@ -10,7 +10,8 @@ from quire.ops import act as act_ops
 from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops.coded_experts import ExpertCodes
-from quire.ops.triton import act, moe_coded
+from quire.ops.mx_experts import MxCodes, shapes_of
+from quire.ops.triton import act, moe, moe_coded
 from quire.ops.triton.moe_coded_few import CodedFewConfig
 from tests.fused_cases import Draw
 
@@ -51,6 +52,39 @@ def make_codes(kind: str, draw: Draw, experts: int, rows: int, width: int) -> Ex
     if kind.endswith("between"):
         zero = zero + draw.normal(*grid.shape, dtype=torch.float32).sigmoid()
     return ExpertCodes("int4", codes, width, grid, (1, group), zero)
+
+
+def as_mx(w: ExpertCodes, *, gated: bool) -> MxCodes:
+    """The same codes for the kernel of Hopper."""
+    packed = MxCodes(*(torch.empty(shape, dtype=torch.int32, device=w.codes.device) for shape in shapes_of(*w.shape)),
+                     w.shape[1], w.width, gated)  # fmt: skip
+    for expert in range(w.shape[0]):
+        codes = ops.open_chunks(w.codes[expert])[:, : w.width]
+        assert packed.put(expert, 0, codes, w.scale[expert][:, : w.width // 32])
+    return packed
+
+
+def sorted_pairs(index: torch.Tensor, experts: int, bm: int) -> moe.ExpertTiles:
+    """As moe.sort_pairs."""
+    flat = index.flatten()
+    order = torch.argsort(flat, stable=True).int()
+    counts = torch.bincount(flat, minlength=experts)
+    end = counts.cumsum(0)
+    expert, start = [], []
+    for e in range(experts):
+        for first in range(0, int(counts[e]), bm):
+            expert.append(e)
+            start.append(int(end[e] - counts[e]) + first)
+    spare = min(len(flat), experts) + len(flat) // bm - len(expert)
+    return moe.ExpertTiles(
+        order, torch.tensor(expert + [-1] * spare).int(), torch.tensor(start + [0] * spare).int(), end.int()
+    )
+
+
+def summed(y: torch.Tensor, weights: torch.Tensor, stream: torch.Tensor, *, early: bool) -> torch.Tensor:
+    """As moe_mx.combine."""
+    y = y if y.dim() == 2 else y.sum(0).bfloat16()
+    return ((y.view(*weights.shape, -1).float() * weights[..., None].float()).sum(1) + stream.float()).bfloat16()
 
 
 def _scales(draw: Draw, size: float, *shape: int, spread: float = 1.0) -> torch.Tensor:

@@ -335,9 +335,9 @@ def _coded(folder: Path, arch: str, form: Form, sizes: dict[str, Any]) -> tuple[
     return coded, means, notes
 
 
-def write_gpt_oss(folder: Path, *, tamper: Any = None):
+def write_gpt_oss(folder: Path, *, tamper: Any = None, **sizes: Any):
     """All experts of a layer in two tensors of blocks and two of scales; rows of gate and up take turns."""
-    write_tiny("GptOssForCausalLM", folder)
+    write_tiny("GptOssForCausalLM", folder, **sizes)
     coded, means = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if not re.search(r"experts\.(gate_up|down)_proj$", name):

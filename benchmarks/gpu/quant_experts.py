@@ -24,6 +24,7 @@ from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops.act import GATED, clamped_swiglu
 from quire.ops.coded_experts import ExpertCodes
+from quire.ops.mx_experts import MxCodes, shapes_of
 from quire.ops.triton import act, moe, moe_coded
 from quire.ops.triton.moe_coded import CodedTileConfig
 from quire.ops.triton.moe_coded_few import CodedFewConfig
@@ -33,7 +34,8 @@ BF16 = torch.bfloat16
 SILU = act.gated_form(act.SILU)
 CLAMPS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0}
 CODES: dict[Callable, int] = {SILU: act.SILU, act.clamped_swiglu: act.CLAMPED}
-Side = ExpertCodes | Tensor
+Side = ExpertCodes | MxCodes | Tensor
+PACKED = "mx-packed"  # MXFP4 as Hopper's kernel reads it
 
 
 class Shape(NamedTuple):
@@ -56,13 +58,18 @@ class Shape(NamedTuple):
 
 SHAPES = (
     Shape("30B-A3B", 128, 8, 2048, 768, False, ("bf16", "fp8-rows", "fp8-blocks", "w4a16")),
-    Shape("gpt-oss-20b", 32, 4, 2880, 2880, True, ("bf16", "fp8-rows", "mxfp4")),
+    Shape("gpt-oss-20b", 32, 4, 2880, 2880, True, ("bf16", "fp8-rows", "mxfp4", PACKED)),
 )
 
 
-def make(form: str, experts: int, rows: int, width: int) -> Side:
+def make(form: str, experts: int, rows: int, width: int, *, gated: bool) -> Side:
     """Numbers of a deviation near 0.02."""
     shape = experts, rows, width
+    if form == PACKED:
+        words, scale = (torch.empty(size, device="cuda", dtype=torch.int32) for size in shapes_of(*shape))
+        packed = MxCodes(words, scale, rows, width, gated)
+        packed.fill(torch.randint(0, 256, (1 << 20,), device="cuda", dtype=torch.uint8), 120)
+        return packed
     if form == "bf16":
         return torch.randn(shape, device="cuda", dtype=BF16) * 0.02
     if form.startswith("fp8"):
@@ -90,8 +97,8 @@ class Layer(NamedTuple):
     @classmethod
     def of(cls, shape: Shape, form: str) -> Layer:
         up, down = (
-            make(form, shape.experts, rows, width)
-            for rows, width in ((2 * shape.ffn, shape.dim), (shape.dim, shape.ffn))
+            make(form, shape.experts, rows, width, gated=gated)
+            for rows, width, gated in ((2 * shape.ffn, shape.dim, True), (shape.dim, shape.ffn, False))
         )
         if not shape.clamped:
             return cls(shape, up, down, None, None)
@@ -100,10 +107,21 @@ class Layer(NamedTuple):
 
     def run(self, x: Tensor, logits: Tensor, **how: Any) -> Tensor:
         weights, index = moe.route(logits, self.shape.top_k)
+        if isinstance(self.up, MxCodes) or isinstance(self.down, MxCodes):
+            return self._run_packed(x, weights, index, **how)
         rest = {"b1": self.b1, "b2": self.b2, "act": self.shape.act, "codes": CODES, "stream": x, **how}
         if isinstance(self.up, Tensor):
             return moe.run_experts(x, weights, index, self.up, self.down, **rest)  # type: ignore[arg-type]
         return moe_coded.run_experts(x, weights, index, self.up, self.down, **rest)
+
+    def _run_packed(self, x: Tensor, weights: Tensor, index: Tensor, **how: Any) -> Tensor:
+        from quire.ops.triton import moe_mx  # lazy
+
+        known = moe.fused_act(self.shape.act, CODES)
+        assert known is not None and isinstance(self.up, MxCodes) and isinstance(self.down, MxCodes)
+        return moe_mx.run_experts(
+            x, weights, index, self.up, self.down, b1=self.b1, b2=self.b2, act=known, stream=x, **how
+        )
 
     def error(self, tokens: int, **how: Any) -> float:
         x, logits = inputs(self.shape, tokens)
@@ -214,7 +232,7 @@ def main() -> None:
             compare(shape)
             continue
         for form, tokens in itertools.product(shape.forms[1:], options.sweep):
-            if not options.form or form in options.form:
+            if form != PACKED and (not options.form or form in options.form):
                 sweep(shape, form, tokens)
 
 

@@ -21,6 +21,7 @@ from quire.quant.plain import plain_storage
 from quire.quant.scheme import Storage
 from quire.quant.shard import ALONE, ShardGroup
 
+_WITH_HEAD = ("int8_wo", "int4_wo")  # names that round the output matrix too, to 8 bits, as they do on a CPU
 _log = logger(__name__)
 
 
@@ -31,8 +32,12 @@ def coded_storage(config: EngineConfig, kernels: Kernels, group: ShardGroup = AL
     matrices, experts = _matrix_scheme(config, arena, kernels), _expert_scheme(config, arena, kernels)
     if matrices is None and experts is None:
         return plain_storage(dtype, kernels, group)
+    head = None
+    if matrices is not None and about.quantization in _WITH_HEAD:
+        head = CodedScheme(dtype, arena, kernels, coder_of("int8"))
     outer = config.load_config.load_format == "gguf"  # a small share of it in 16 bits would be a large one of a file
-    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, matrices, experts, outer=outer), group)
+    choice = CodedChoice(dtype, arena, kernels, matrices, experts, head, outer=outer)
+    return Storage(dtype, arena, kernels, choice, group)
 
 
 def _matrix_scheme(config: EngineConfig, arena: Arena, kernels: Kernels) -> CodedScheme | None:

@@ -140,7 +140,9 @@ class Few:
         attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
         assert qkv is not None and o is not None
         heads = self._norm_linear(x, self.rules[0], *qkv)
-        x = attn.o.summed(self._linear_add(attn.attend(heads, batch, rotary), *o, attn.o.own_stream(x)))
+        following = next(iter(self.mlp.few_matrices() or ()), None)
+        stream = attn.o.own_stream(x)
+        x = attn.o.summed(self._linear_add(attn.attend(heads, batch, rotary), *o, stream, following))
         return self.mlp.join(x, self.rules[1])
 
 

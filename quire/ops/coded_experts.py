@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from quire.ops.linear import linear
 from quire.ops.moe import sum_experts
 from quire.ops.op import op
 
+if TYPE_CHECKING:
+    from quire.ops.mx_experts import MxCodes
+
 CHUNK = 128  # columns
 HALF = CHUNK // 2
 FORMS = ("e4m3", "e2m1", "int4")
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class ExpertCodes:
         if self.form == "int4":
             values = values - (8.0 if self.zero is None else self._spread(self.zero[expert].float(), values, start))
         if self.scale is not None:
-            values = values * self._spread(_as_float(self.scale[expert]), values, start)
+            values = values * self._spread(as_float(self.scale[expert]), values, start)
         if self.row_scale is not None:
             values = values * self.row_scale[expert, start:stop, None]
         return values[:, : self.width]
@@ -60,7 +64,7 @@ class ExpertCodes:
         opened = open_chunks(codes)
         if self.form == "int4":
             return opened.float()
-        table = torch.tensor([*_E2M1, *(-n for n in _E2M1)], device=codes.device)
+        table = torch.tensor([*E2M1, *(-n for n in E2M1)], device=codes.device)
         return table[opened.long()]
 
     def _spread(self, grid: Tensor, values: Tensor, start: int) -> Tensor:
@@ -87,7 +91,7 @@ def open_chunks(packed: Tensor) -> Tensor:
     return torch.stack((chunks & 15, chunks >> 4), -2).flatten(-3)
 
 
-def _as_float(scale: Tensor) -> Tensor:
+def as_float(scale: Tensor) -> Tensor:
     """Bytes are exponents (e8m0), of which the kernels read 0 as 1."""
     if scale.dtype is not torch.uint8:
         return scale.float()
@@ -99,8 +103,8 @@ def run_coded_experts(
     x: Tensor,  # [T, dim]
     weights: Tensor,  # [T, k]
     index: Tensor,  # [T, k]
-    up: ExpertCodes | Tensor,  # gate rows, then up rows
-    down: ExpertCodes | Tensor,
+    up: ExpertCodes | MxCodes | Tensor,  # gate rows, then up rows
+    down: ExpertCodes | MxCodes | Tensor,
     *,
     b1: Tensor | None,
     b2: Tensor | None,
@@ -111,7 +115,7 @@ def run_coded_experts(
     """As `run_experts`, with matrices that are codes, decoded one expert at a time."""
     matmul = matmul or linear.on(x.device)
 
-    def multiply(rows: Tensor, side: ExpertCodes | Tensor, expert: int, biases: Tensor | None) -> Tensor:
+    def multiply(rows: Tensor, side: ExpertCodes | MxCodes | Tensor, expert: int, biases: Tensor | None) -> Tensor:
         numbers = side[expert] if isinstance(side, Tensor) else side.numbers(expert).to(rows.dtype)
         return matmul(rows, numbers, None if biases is None else biases[expert])
 

@@ -56,8 +56,15 @@ def norm_linear(
 
 
 @op
-def linear_add(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None) -> Tensor:
-    """stream + (x weight' + bias). None: another rank adds the stream."""
+def linear_add(
+    x: Tensor,
+    weight: Tensor | CodedWeight,
+    bias: Tensor | None,
+    stream: Tensor | None,
+    following: Tensor | CodedWeight | None = None,
+) -> Tensor:
+    """stream + (x weight' + bias); no stream: another rank adds it. `following`: the matrix of the next matmul, which a
+    device may begin to bring to its cache; results do not depend on it."""
     y = _linear(x, weight, bias)
     return y if stream is None else stream + y
 

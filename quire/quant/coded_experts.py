@@ -3,6 +3,8 @@
 What a checkpoint stores is not known before its first matrix comes: that decides the layout of its side (up or down),
 and memory for all experts is taken then; with a layout known beforehand (dummy weights, rounding to fp8 while loading)
 it is taken at once. A side whose matrices have no layout, or not all the same, holds numbers of the model's dtype.
+Where a kernel reads MXFP4 in a form of its own (MxCodes), every matrix is packed as it comes, so that there are never
+two forms of it; only what that kernel cannot read after all is unpacked at the end, one side at a time.
 Must not know: files, names of tensors, routers, which model they belong to.
 """
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from quire.ops.coded_experts import CHUNK, ExpertCodes, close_chunks, coded_forms, padded, run_coded_experts
 from quire.ops.linear import linear
+from quire.ops.mx_experts import MxCodes, multiplies_mx, shapes_of
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
 from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, GGUFBlocks, Grid, open_halves
@@ -30,6 +33,7 @@ _GROUPS = (16, 32, 64)  # columns that share a scale, where they are fewer than 
 _MIDDLE = 8  # zero point of symmetric codes
 _DECODED = 1 << 22  # numbers that are decoded at once
 _LARGEST = 448.0  # of e4m3
+_DUMMY_EXPONENT = 120  # 2^-7, of scales that are powers of two
 _DUMMY_SCALE = {"e4m3": 0.02, "e2m1": 2.0**-7, "int4": 2.0**-8}  # random codes then have a deviation of about 0.02
 
 
@@ -134,13 +138,14 @@ class CodedSide:
 
     def __init__(
         self, name: str, experts: int, shape: MatrixShape, dtype: torch.dtype, arena: Arena, layout: CodeLayout | None,
-        rounds: bool,
+        rounds: bool, packs: bool = False,
     ) -> None:  # fmt: skip
-        """`rounds`: plain numbers become fp8."""
+        """`rounds`: plain numbers become fp8. `packs`: MXFP4 becomes MxCodes."""
         self.name, self.experts, self.shape = name, experts, shape
-        self._dtype, self._arena, self._rounds = dtype, arena, rounds
+        self._dtype, self._arena, self._rounds, self._packs = dtype, arena, rounds, packs
+        self._misfits: Tensor | None = None  # of MxCodes: whether its kernel cannot decode some exactly
         self.plain: nn.Parameter | None = None
-        self.codes: ExpertCodes | None = None
+        self.codes: ExpertCodes | MxCodes | None = None
         self._layout: CodeLayout | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._is_final = False
@@ -151,7 +156,16 @@ class CodedSide:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._parameters.items()
 
-    def weight(self) -> ExpertCodes | Tensor:
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.codes, MxCodes)
+
+    @property
+    def fits_packed(self) -> bool:
+        """Reads the answer back from the device, so for the end of loading only."""
+        return self.is_packed and (self._misfits is None or not bool(self._misfits))
+
+    def weight(self) -> ExpertCodes | MxCodes | Tensor:
         weight = self.codes if self.codes is not None else self.plain
         assert weight is not None  # a checkpoint that lacks them is refused
         return weight
@@ -172,8 +186,7 @@ class CodedSide:
             if isinstance(source, CodedMatrix):
                 layout = layout_of(source)
                 if self._takes(layout):
-                    assert self._layout is not None
-                    self._copy(expert, start, part_of(source, self._layout))
+                    self._put_codes(expert, start, source)
                     return
                 source = source.numbers()
             if self._rounds:
@@ -183,6 +196,15 @@ class CodedSide:
                 self._decode()
             assert self.plain is not None
             self.plain.data[expert, start : start + source.shape[0]].copy_(source)
+
+    def _put_codes(self, expert: int, start: int, source: CodedMatrix) -> None:
+        if isinstance(self.codes, MxCodes):
+            assert isinstance(source, FloatCodes) and self._misfits is not None
+            scale = source.scale.spread(source.shape)
+            self._misfits |= ~self.codes.put(expert, start, open_halves(source.codes), scale)
+            return
+        assert self._layout is not None
+        self._copy(expert, start, part_of(source, self._layout))
 
     def _takes(self, layout: CodeLayout | None) -> bool:
         """Whether codes of this layout can be added to those that are there."""
@@ -200,6 +222,15 @@ class CodedSide:
 
     def _allocate(self, layout: CodeLayout) -> None:
         rows, width, count = self.shape.rows, self.shape.width.count, self.experts
+        self._layout = layout
+        if self._packs and layout == MXFP4:
+            words, bytes_ = (
+                self._new(leaf, shape, torch.int32)
+                for leaf, shape in zip(("codes", "scale"), shapes_of(count, rows, width), strict=True)
+            )
+            self.codes = MxCodes(words, bytes_, rows, width, len(self.shape.parts) > 1)
+            self._misfits = torch.zeros((), dtype=torch.bool, device=words.device)
+            return
         small = layout.form != "e4m3"
         codes = self._new("codes", (count, rows, padded(width) // 2 if small else width),
                           torch.uint8 if small else torch.float8_e4m3fn)  # fmt: skip
@@ -211,7 +242,6 @@ class CodedSide:
             zero = None if layout.zeros is None else self._new("zero", grid, layout.zeros)
         if layout.by_row:
             row_scale = self._new("row_scale", (count, rows), torch.float32)
-        self._layout = layout
         self.codes = ExpertCodes(layout.form, codes, width, scale, layout.block, zero, row_scale)
 
     def _new(self, leaf: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -221,11 +251,24 @@ class CodedSide:
         self._parameters[f"{self.name}_{leaf}"] = parameter
         return parameter.data
 
+    def unpack(self) -> None:
+        """From now on, codes as other kernels read them."""
+        have, layout = self.codes, self._layout
+        if not isinstance(have, MxCodes):
+            return
+        self._check_open()
+        assert layout is not None
+        self._packs, self._misfits = False, None
+        self._allocate(layout)
+        for expert in range(self.experts):
+            codes, scale = have.opened(expert)
+            self._copy(expert, 0, CodedPart(close_chunks(codes), scale, None, None))
+
     def _widen_zeros(self, dtype: torch.dtype) -> None:
         """Codes so far were symmetric, or had whole zero points."""
         self._check_open()
         have, layout = self.codes, self._layout
-        assert have is not None and have.scale is not None and layout is not None
+        assert isinstance(have, ExpertCodes) and have.scale is not None and layout is not None
         zero = self._new("zero", tuple(have.scale.shape), dtype)
         zero.copy_(torch.tensor(_MIDDLE) if have.zero is None else have.zero)
         self._layout = layout._replace(zeros=dtype)
@@ -233,7 +276,7 @@ class CodedSide:
 
     def _copy(self, expert: int, start: int, part: CodedPart) -> None:
         codes = self.codes
-        assert codes is not None
+        assert isinstance(codes, ExpertCodes)
         stop, step = start + part.codes.shape[0], codes.block[0]
         codes.codes[expert, start:stop].copy_(part.codes)
         if part.row_scale is not None and codes.row_scale is not None:
@@ -258,6 +301,9 @@ class CodedSide:
         codes = self.codes
         if codes is None:
             return
+        if isinstance(codes, MxCodes):
+            codes.fill(normal.view(torch.uint8)[::4].contiguous().to(codes.codes.device), _DUMMY_EXPONENT)
+            return
         small = codes.form != "e4m3"
         ring = normal.view(torch.uint8)[::4] if small else normal.to(torch.float8_e4m3fn).view(torch.uint8)
         ring = ring.contiguous().to(codes.codes.device)
@@ -271,7 +317,7 @@ class CodedSide:
         if codes.row_scale is not None:
             codes.row_scale.fill_(size if codes.scale is None else 1.0)
         if codes.scale is not None:
-            codes.scale.fill_(120 if codes.scale.dtype == torch.uint8 else size)
+            codes.scale.fill_(_DUMMY_EXPONENT if codes.scale.dtype == torch.uint8 else size)
 
 
 class CodedExperts(StoredExperts):
@@ -282,9 +328,9 @@ class CodedExperts(StoredExperts):
     def __init__(self, shape: ExpertShape, scheme: CodedExpertScheme) -> None:
         self.shape = shape
         up, down = shape.matrices()
-        dtype, arena = scheme.dtype, scheme.arena
+        dtype, arena, packs = scheme.dtype, scheme.arena, scheme.packs(shape)
         self.up, self.down = (
-            CodedSide(name, shape.experts, side, dtype, arena, scheme.layout_for(side), scheme.rounds)
+            CodedSide(name, shape.experts, side, dtype, arena, scheme.layout_for(side), scheme.rounds, packs)
             for name, side in (("w1", up), ("w2", down))
         )
         count = shape.experts
@@ -339,7 +385,12 @@ class CodedExperts(StoredExperts):
         yield Slot(name, every, tuple(names), None if whole is None else whole.behind(1))
 
     def finish(self) -> None:
-        for side in (self.up, self.down):
+        """Kernels of MxCodes take both sides as such, or none."""
+        sides = self.up, self.down
+        if any(side.is_packed for side in sides) and not all(side.fits_packed for side in sides):
+            for side in sides:
+                side.unpack()
+        for side in sides:
             side.finish()
 
     def fill_dummy(self, normal: Tensor) -> None:
@@ -393,6 +444,11 @@ class CodedExpertScheme:
         self.dtype, self.arena, self.rounds = dtype, arena, rounds
         self._layout = FP8_ROWS if rounds else layout
         self.run, self.linear = kernels.of(run_coded_experts), kernels.of(linear)
+        self._multiplies_mx = kernels.of(multiplies_mx)
+
+    def packs(self, shape: ExpertShape) -> bool:
+        """Whether experts in MXFP4 become MxCodes."""
+        return shape.gated and self._multiplies_mx(self.dtype, shape.width, shape.ffn.count, shape.act)
 
     def layout_for(self, shape: MatrixShape) -> CodeLayout | None:
         """The layout known beforehand, where these rows and columns fit it."""

@@ -199,7 +199,7 @@ class CodedTarget(WeightTarget):
 
 class CodedChoice:
     """Codes, but plain numbers for what layers read themselves; and, unless `outer` says otherwise, for embeddings and
-    heads."""
+    heads (unless they have a scheme)."""
 
     def __init__(
         self,
@@ -208,16 +208,20 @@ class CodedChoice:
         kernels: Kernels,
         matrices: WeightScheme | None = None,  # None: plain numbers
         experts: ExpertScheme | None = None,  # None: plain numbers
+        head: WeightScheme | None = None,  # None: as other matrices if `outer`, else plain numbers
         *,
         outer: bool = False,
     ) -> None:
         self._plain = PlainScheme(dtype, arena, kernels)
-        self._coded = matrices or self._plain
+        self._coded, self._head = matrices or self._plain, head
         self._experts = experts or Stacked(dtype, arena, kernels)
         self._names = _PLAIN if outer else _PLAIN.union(OUTER_NAMES)
 
     def of_matrix(self, name: str) -> WeightScheme:
-        return self._plain if name.rpartition(".")[2] in self._names else self._coded
+        last = name.rpartition(".")[2]
+        if last == "lm_head" and self._head is not None:
+            return self._head
+        return self._plain if last in self._names else self._coded
 
     def of_experts(self, name: str) -> ExpertScheme:
         return self._experts

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quire.worker.media import EncodesItems
     from quire.worker.pooling_runner import PoolingRunner
 
-TOKENS = (2, 4, 16, 64, 256, 1024, 4096)  # beside the largest step: some kernels go by the number of tokens
+TOKENS = tuple(1 << i for i in range(1, 13))  # beside the largest step: some kernels go by the number of tokens
 DECODES = (4, 24, 96)  # rows that decode in a step: attention goes by it
 ALONE = 1024  # tokens of a prompt that has a step for itself
 PROMPT = 64  # of one with an adapter

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from quire.ops.act import GATED
+from quire.ops.coded import coded_linear
 from quire.ops.few import NormRule, linear_add, norm_linear
 from tests import coded_cases as cases
 
@@ -42,6 +43,51 @@ def test_rows_of_many_chunks(made):
     """Every warp has several, and loads some of them ahead."""
     weight = cases.weight_of(made, "cuda")
     cases.check_few_forms(few_coded, cases.normal(1, weight.width, dtype=torch.bfloat16, device="cuda"), weight)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_programs_of_several_tiles(kind):
+    """The same bits as programs of one tile, also where their number does not divide the rows."""
+    for rows in (192, 96):
+        weight = cases.weight_of(cases.Made(kind, 2 * rows, 1024, 1024 if kind == "fp8" else 128), "cuda")
+        x = cases.normal(1, 1024, dtype=torch.bfloat16, device="cuda")
+        rule = NormRule(cases.normal(1024, seed=3, dtype=torch.bfloat16, device="cuda"), 1e-6, 0.0, False)
+        stream = cases.normal(1, 2 * rows, seed=2, dtype=torch.bfloat16, device="cuda")
+        for given in ({"norm": rule, "gated": True}, {"stream": stream}):
+            one, two, five = (
+                few_coded.few_coded_linear(
+                    x, weight, config=few_coded.FewCodedConfig(4, 2, 128, repeat), early=True, **given
+                )
+                for repeat in (1, 2, 5)
+            )
+            assert torch.equal(one, two) and torch.equal(one, five)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_what_the_next_matmul_reads_changes_nothing(kind):
+    """Sizes that no number of programs divides; of 4 bits nothing is fetched."""
+    weight = cases.weight_of(cases.Made(kind, 96, 1024, 128 if kind == "int4" else 1024), "cuda")
+    following = cases.weight_of(cases.Made(kind, 1000, 1152, 128 if kind == "int4" else 1152), "cuda")
+    assert (few_coded.beginning(following) is None) == (kind == "int4") and few_coded.beginning(None) is None
+    x = cases.normal(1, 1024, dtype=torch.bfloat16, device="cuda")
+    stream = cases.normal(1, 96, seed=2, dtype=torch.bfloat16, device="cuda")
+    before = following.codes.clone()
+    for early in (False, True):
+        found = few_coded.linear_add(x, weight, None, stream, following, early=early)
+        assert torch.equal(found, few_coded.linear_add(x, weight, None, stream, early=early))
+    assert torch.equal(before.view(torch.uint8), following.codes.view(torch.uint8))
+
+
+def test_one_row_of_a_tall_matrix():
+    """Of the output, say; more rows, and other matrices, go the other way."""
+    calls = []
+    other = few_coded.TallLinear(lambda x, weight, bias: calls.append(len(x)), None)
+    tall = cases.weight_of(cases.Made("int8", few_coded.TALL + 40, 256, 256), "cuda")
+    x = cases.normal(2, 256, dtype=torch.bfloat16, device="cuda")
+    cases.check(other(x[:1], tall), coded_linear.reference(x[:1], tall, None), 1e-2)
+    other(x, tall)
+    other(x[:1], cases.weight_of(cases.Made("int8", 64, 256, 256), "cuda"))
+    assert calls == [2, 1]
 
 
 @pytest.mark.parametrize("warps", [4, 8, 16])

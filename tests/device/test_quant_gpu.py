@@ -125,9 +125,11 @@ def test_rounded_while_loading(how: str, dtype: str, tmp_path: Path) -> None:
     coder = coder_of(ONLINE[how])
     assert coder is not None
     codes = None
+    eight = coder_of("int8")
+    assert eight is not None
     for name, module in hf.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            codes = coder(module.weight.data)
+        if isinstance(module, nn.Linear) and (name != "lm_head" or how in ("int8_wo", "int4_wo")):
+            codes = (eight if name == "lm_head" else coder)(module.weight.data)
             numbers = codes.numbers() if isinstance(codes, CodedMatrix) else codes
             if isinstance(numbers, CodedWeight):
                 numbers = decode_weight.reference(numbers, torch.float32)

@@ -152,6 +152,29 @@ def test_numbers_are_rounded_while_they_arrive(tmp_path: Path, form: str, error:
         assert torch.equal(decode_weight(part, torch.float32), decode_weight(right, torch.float32))
 
 
+@pytest.mark.parametrize(("name", "form"), [("int4_wo", "int4"), ("int8_wo", "int8"), ("fp8", "fp8")])
+def test_which_names_round_the_output_matrix(tmp_path: Path, name: str, form: str) -> None:
+    """To 8 bits, as they do on a CPU; not one that is the embedding as well."""
+    for tied in (False, True):
+        folder = tmp_path / f"tied-{tied}"
+        write_tiny("Qwen3ForCausalLM", folder, tie_word_embeddings=tied)
+        config = EngineArgs(model=str(folder), dtype="float16", device="cpu").create_engine_config()
+        config = replace(config, **{"model_config.weight_form": form, "model_config.quantization": name})
+        model = build_model(
+            config.model_config.hf_config, dtype=torch.float16, device="cpu", max_model_len=64,
+            storage=coded_storage(config, TORCH),
+        )  # fmt: skip
+        reload_weights(model, config)
+        heads = [matrix for key, matrix in coded_of(model).items() if "head" in key]
+        assert len(heads) == (0 if tied or name == "fp8" else 1)
+        for matrix in heads:
+            (part,) = matrix.parts.values()
+            assert isinstance(part, CodedWeight) and part.kind == "int8" and part.group == part.width
+            x = torch.randn(3, part.width, generator=torch.Generator().manual_seed(0)).half()
+            wanted = x.float() @ matrix.decoded().float().t()
+            assert (model.head(x).float() - wanted).norm() < 2e-3 * wanted.norm() > 0
+
+
 class Peak:
     """Counts bytes of what the scheme's coder makes and takes."""
 

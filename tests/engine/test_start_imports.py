@@ -26,7 +26,7 @@ UNUSED = {
     "quire.loader.dummy", "quire.loader.formats.awq", "quire.loader.formats.compressed",
     "quire.loader.formats.expected", "quire.loader.mistral_names", "quire.loader.online", "quire.loader.sharded",
     "quire.models.encoder", "quire.models.heads", "quire.models.pooled", "quire.models.seq2seq",
-    "quire.ops.coded_experts", "quire.quant.coded_experts", "quire.quant.coded_scheme",
+    "quire.ops.coded_experts", "quire.ops.mx_experts", "quire.quant.coded_experts", "quire.quant.coded_scheme",
     "quire.quant.device_codes", "quire.worker.adapters", "quire.worker.lora", "quire.worker.pooling_results",
     "quire.worker.pooling_runner", "quire.worker.draft_setup", "quire.worker.ranks",
     "jinja2", "transformers", "zmq",

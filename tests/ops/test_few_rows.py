@@ -1,5 +1,7 @@
 """A block's way for a few rows gives what its usual way gives: the same bits with the references of its ops."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from quire.loader.dummy import fill_dummy
 from quire.loader.online import coder_of
 from quire.models.build import build_model
 from quire.ops.coded import CodedWeight, coded_linear, quantize_rows
-from quire.ops.few import few_rows, part_rows
+from quire.ops.few import few_rows, linear_add, norm_linear, part_rows
 from quire.ops.op import Kernels
 from quire.ops.rounded import RoundedRows, rounded_linear, rounded_rows
 from quire.quant.arena import Arena
@@ -124,6 +126,34 @@ def test_codes_are_read_where_the_device_reads_them(name, form, monkeypatch):
                 torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
     read = [kinds for kinds in seen if kinds]
     assert read and all(kinds == [CodedWeight] * (2 if "Moe" in name else 4) for kinds in read)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_the_output_of_attention_knows_what_the_next_matmul_reads(name):
+    """The matrix behind it, if that is one of these ops' own; nothing is known at the end of a block."""
+    calls = []
+
+    def noted(op):
+        def run(*args):
+            (matrix,) = (arg for arg in args[:4] if isinstance(arg, CodedWeight))
+            calls.append((op, matrix, args[4] if op is linear_add and len(args) > 4 else None))
+            return op.reference(*args)
+
+        return run
+
+    with (
+        replaced(few_rows, "cpu", lambda width, dtype, matrices: TOKENS),
+        replaced(norm_linear, "cpu", noted(norm_linear)),
+        replaced(linear_add, "cpu", noted(linear_add)),
+    ):
+        model = coded(name, "fp8")
+        forward(model, TOKENS)
+    is_mixture = "Moe" in name
+    assert len(calls) == (2 if is_mixture else 4) * len(model.layers)
+    told = [following is not None for _, _, following in calls]
+    assert told == [not is_mixture and place % 4 == 1 for place in range(len(calls))]
+    for (_, _, following), (_, matrix, _) in pairwise(calls):
+        assert following is None or following.codes is matrix.codes
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])

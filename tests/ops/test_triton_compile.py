@@ -1,7 +1,9 @@
 """The Triton kernels compile for Hopper, in the shapes models give them. Needs Triton, but no GPU."""
 
+import itertools
 import os
 import re
+from functools import partial
 
 import pytest
 
@@ -11,13 +13,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if os.environ.get("COMPILE_KERNELS") != "1":
     pytest.skip("takes ten minutes, so `make kernels` does it", allow_module_level=True)
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.attention.triton import choose_tiles
+from quire.ops import act as act_ops
+from quire.ops import moe as moe_ops
+from quire.ops.act import clamped_swiglu
 from quire.ops.coded import CodedWeight
+from quire.ops.coded_experts import run_coded_experts
+from quire.ops.few import NormRule, linear_add, norm_linear
 from quire.ops.triton import (
     act,
     attention,
@@ -37,7 +45,11 @@ from quire.ops.triton import (
     rope,
     texts,
 )  # fmt: skip
-from tests.gguf_blocks import weight_of
+from tests.coded_cases import Made, check, normal, weight_of
+from tests.coded_expert_cases import as_mx, make_codes, sorted_pairs, summed
+from tests.fused_cases import Draw
+from tests.gguf_blocks import weight_of as block_weight
+from tests.ptx_on_numpy import Memory, Program, parse
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
 CODES = {  # of a KV cache: type, largest code, 1: a scale per layer, 2: per token and head
@@ -561,43 +573,188 @@ def test_codes_times_some_rows(name, rows):
         assert bool(scales) == is_grouped and all(offset % 128 in (0, 32) for offset in scales)
 
 
+def compiled_few(kernel, constants, absent, half, registers):
+    """`absent`: names of pointers that are None."""
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    pointers = dict.fromkeys(("x", "gains", "bias", "stream", "out"), f"*{half}")
+    kinds = pointers | {"codes": "*i32", "scale": "*fp32", "following": "*u8", "following_size": "i32"}
+    kinds |= {"eps": "fp32", "offset": "fp32"}
+    constants = constants | dict.fromkeys(absent)
+    signature = {param.name: "constexpr" if param.name in constants else kinds[param.name] for param in kernel.params}
+    names = list(signature)
+    places = {(names.index(name),): value for name, value in constants.items()}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
+    options = {"num_warps": constants["WARPS"], "maxnreg": registers, "launch_pdl": True}
+    return triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+
+
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", ["qkv", "up", "down", "odd"])
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
 def test_one_row_of_coded_weights(kind, shape, half):
     """As above; codes go from memory to registers and stay there, and begin to before the previous kernel ends."""
     few_coded = pytest.importorskip("quire.ops.triton.few_coded")
-    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     n, k, gated = {"qkv": (6144, 4096, False), "up": (12288, 4096, True), "down": (4096, 12288, False),
                    "odd": (100, 640, True)}[shape]  # fmt: skip
     packed, with_norm = "4" in kind, shape != "down"
     config = few_coded.config_of(n, k, packed=packed, gated=gated)
-    kernel = few_coded._few_coded_kernel
-    pointer = f"*{half}"
-    kinds = {
-        "x": pointer, "gains": pointer, "codes": "*i32", "scale": "*fp32", "bias": pointer, "stream": pointer,
-        "out": pointer, "eps": "fp32", "offset": "fp32",
-    }  # fmt: skip
     constants = {
         "N": n, "K": k, "GROUP": 128 if packed else k, "CODING": few_coded._KINDS[kind], "NORM": 1 if with_norm else 0,
         "GATED": gated, "BIAS": shape == "odd", "ADD": not with_norm, "WARPS": config.warps, "AHEAD": config.ahead,
-        "EARLY": True,
+        "REPEAT": config.repeat if n % (16 * config.repeat) == 0 else 1, "EARLY": True,
     }  # fmt: skip
-    absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm}
-    constants |= {name: None for name, is_absent in absent.items() if is_absent}
-    signature = {param.name: "constexpr" if param.name in constants else kinds[param.name] for param in kernel.params}
-    names = list(signature)
-    places = {(names.index(name),): value for name, value in constants.items()}
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
-    options = {"num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": True}
-    made = triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+    absent = {"gains": not with_norm, "bias": shape != "odd", "stream": with_norm, "following": shape != "down"}
+    absent = {name for name, is_absent in absent.items() if is_absent}
+    made = compiled_few(few_coded._few_coded_kernel, constants, absent, half, config.registers)
     text = made.asm["ptx"]
     before, after = text.split("griddepcontrol.wait")
     assert "mma.sync" not in before and after.count("mma.sync") >= 4 and ".local" not in text
     assert len(re.findall(r"ld\.global\.v4", before)) >= 2  # 16 bytes a thread and row
     loop = after[after.index("mma.sync") : after.rindex("mma.sync")]
-    assert "bar.sync" not in loop and "st.shared" not in loop
+    between = 2 * (constants["REPEAT"] - 1)  # sums of a tile of rows, of the gate and of those beside it
+    assert loop.count("bar.sync") <= between and loop.count("st.shared") <= between
     assert made.metadata.shared <= 50 << 10  # so that several programs share a multiprocessor
+    fetches = 1 if shape == "down" else 0  # behind the loop, where all codes of a program are on their way
+    assert text.count("cp.async.bulk.prefetch.L2") == after.count("cp.async.bulk.prefetch.L2") == fetches
+
+
+class FewOnNumpy:
+    """In the place of a kernel: compiled for Hopper, and run there."""
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps, maxnreg, **constants):
+            names = [param.name for param in self._kernel.params][: len(given)]
+            absent = {name for name, value in zip(names, given, strict=True) if value is None}
+            made = compiled_few(self._kernel, constants, absent, "bf16", maxnreg)
+            memory, params = Memory(), []
+            for value in given:
+                if isinstance(value, torch.Tensor):
+                    value = memory.add(value.view(-1).view(torch.uint8).numpy())
+                if value is not None:
+                    params.append(int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value)
+            code, labels = parse(made.asm["ptx"])
+            for place in range(grid[0]):
+                Program(32 * num_warps, params, memory, made.metadata.shared, (place, 0)).run(code, labels)
+
+        return launch
+
+
+@pytest.mark.parametrize("config", [(4, 2, 128, 1), (8, 1, 128, 1), (4, 4, 128, 2), (16, 1, 64, 1)])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
+def test_compiled_matmuls_of_one_row_of_codes_are_right(monkeypatch, kind, config):
+    """In the layouts of the compiled kernel, whose instructions numpy runs."""
+    few_coded = pytest.importorskip("quire.ops.triton.few_coded")
+    monkeypatch.setattr(few_coded, "_few_coded_kernel", FewOnNumpy(few_coded._few_coded_kernel))
+    rows, width = 64, 1024
+    weight = weight_of(Made(kind, rows, width, 128 if "4" in kind else width), "cpu")
+    x, stream = normal(1, width, dtype=torch.bfloat16), normal(1, rows, seed=2, dtype=torch.bfloat16)
+    rule = NormRule(normal(width, seed=3, dtype=torch.bfloat16), 1e-6, 0.0, False)
+    given = {"config": few_coded.FewCodedConfig(*config)}
+    check(few_coded.few_coded_linear(x, weight, stream=stream, **given), linear_add(x, weight, None, stream), 1e-2)
+    found = few_coded.few_coded_linear(x, weight, norm=rule, gated=True, **given)
+    check(found, norm_linear(x, rule, weight, None, act_ops.GATED["silu"].reference), 1e-2)
+
+
+def compiled_mx(kernel, config, first, n, k, *, direct):
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    kinds = dict.fromkeys(("codes", "scale", "order", "tile_expert", "tile_start", "end"), WHOLE)
+    kinds |= {"a": HALF, "bias": HALF, "out": HALF if config.parts == 1 else WIDE, "most_tiles": "i32"}
+    kinds |= {"pairs": "i32", "alpha": "fp32", "limit": "fp32"}
+    constants = {
+        "N": n, "K": k, "TOP_K": 4, "ACT": act.CLAMPED, "BIAS": True, "FIRST": first, "GATED": first,
+        "DIRECT": direct, "BM": config.bm, "WARPS": config.warps, "AHEAD": config.ahead, "PARTS": config.parts,
+        "TILES": 8, "EARLY": True,
+    }  # fmt: skip
+    names = kernel.arg_names
+    signature = {name: kinds.get(name, "constexpr") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
+    options = {"num_warps": config.warps, "launch_pdl": True, "maxnreg": config.registers or None}
+    return triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tokens", [1, 32, 64, 128, 512, 2048])
+def test_experts_in_mxfp4(tokens, first):
+    """As above; codes go from memory to the registers of `wgmma`, 16 bytes a thread, and those of the next turn are
+    asked for before this one's are multiplied."""
+    moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
+    config = moe_mx.configs_of(tokens, 4 * tokens, 32)[not first]
+    made = compiled_mx(moe_mx._mx_kernel, config, first, 2880, 2880, direct=tokens == 1)
+    text = made.asm["ptx"]
+    assert "wgmma.mma_async" in text and ".local" not in text
+    assert ("griddepcontrol.wait" in text.split("wgmma")[0]) and made.metadata.shared <= 113 << 10
+    loop = text[text.index("wgmma.fence") : text.rindex("wgmma.wait_group")]
+    assert "ld.shared" not in loop and "st.shared" not in loop
+    asked = text[: text.index("wgmma.mma_async")]
+    assert len(re.findall(r"ld\.global\.v4\.b32", asked)) >= min(2 * config.ahead, 2880 // 64 // config.parts)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tokens", [1, 64, 128, 512, 2048])
+def test_experts_in_mxfp4_of_small_models(tokens, first):
+    """Widths of one, two and three turns of a program, of which only the last has a loop."""
+    moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
+    config = moe_mx.configs_of(tokens, 4 * tokens, 32)[not first]._replace(parts=1)
+    for turns in (1, 2, 3):
+        units = turns * config.ahead - config.ahead // 2  # the last turn is not whole
+        text = compiled_mx(moe_mx._mx_kernel, config, first, 192, 64 * units, direct=tokens == 1).asm["ptx"]
+        assert text.count("wgmma.mma_async") >= min(units, config.ahead) and ".local" not in text
+
+
+class OnNumpy:
+    """In the place of a kernel: compiled for Hopper, and run there."""
+
+    def __init__(self, moe_mx):
+        self._moe_mx, self._kernel = moe_mx, moe_mx._mx_kernel
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps, maxnreg, **constants):
+            config = self._moe_mx.MxConfig(
+                *(constants[name] for name in ("BM", "WARPS", "AHEAD", "PARTS")), maxnreg or 0
+            )
+            first, n, k = (constants[name] for name in ("FIRST", "N", "K"))
+            made = compiled_mx(self._kernel, config, first, n, k, direct=constants["DIRECT"])
+            memory, params = Memory(), []
+            for value in given:
+                if isinstance(value, torch.Tensor):
+                    value = memory.add(value.view(-1).view(torch.uint8).numpy())
+                params.append(int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value)
+            code, labels = parse(made.asm["ptx"])
+            for place in itertools.product(*map(range, grid)):
+                Program(32 * num_warps, params, memory, made.metadata.shared, place).run(code, labels)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "ffn", "bm", "warps", "ahead", "parts"),
+    [(1, 320, 192, 8, 4, 4, 3), (7, 192, 320, 8, 4, 2, 1), (9, 320, 192, 16, 8, 2, 1), (12, 128, 192, 32, 8, 4, 1),
+     (40, 192, 64, 64, 8, 2, 1), (70, 64, 128, 128, 8, 2, 1)],
+)  # fmt: skip
+def test_compiled_experts_in_mxfp4_are_right(monkeypatch, tokens, dim, ffn, bm, warps, ahead, parts):
+    """In the layouts of the compiled kernel, whose instructions numpy runs."""
+    moe_mx = pytest.importorskip("quire.ops.triton.moe_mx")
+    experts, draw, clamps = 5, Draw(1, "cpu", torch.bfloat16), {"alpha": 1.702, "limit": 2.0}
+    w1, w2 = make_codes("mxfp4", draw, experts, 2 * ffn, dim), make_codes("mxfp4", draw, experts, dim, ffn)
+    x, stream = draw.normal(tokens, dim), draw.normal(tokens, dim)
+    rest = {"b1": draw.normal(experts, 2 * ffn), "b2": draw.normal(experts, dim), "stream": stream}
+    weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), 4)
+    monkeypatch.setattr(moe_mx, "_mx_kernel", OnNumpy(moe_mx))
+    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: sorted_pairs(index, experts, bm))
+    monkeypatch.setattr(moe_mx, "combine", summed)
+    config = moe_mx.MxConfig(bm, warps, ahead)
+    found = moe_mx.run_experts(
+        x, weights, index.int(), as_mx(w1, gated=True), as_mx(w2, gated=False), act=(act.CLAMPED, *clamps.values()),
+        configs=(config, config._replace(parts=parts)), **rest,
+    )  # fmt: skip
+    wide = {name: value.float() for name, value in rest.items()}
+    meant = partial(clamped_swiglu.reference, **clamps)
+    wanted = run_coded_experts.reference(x.float(), weights, index, w1, w2, act=meant, **wide)
+    assert (found.float() - wanted).norm() / (wanted - stream.float()).norm() < 1.5e-2
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "int4-zeros-between", "fp4"])
@@ -709,7 +866,7 @@ def pointer(tensor):
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_gguf_files(name, half):
-    weight = weight_of(name, 64, 1024)
+    weight = block_weight(name, 64, 1024)
     form = coded_blocks._Form.of(weight)
     kinds = {key: pointer(getattr(weight, key)) for key in ("codes", "high", "scale", "least", "coarse")}
     constants = coded_blocks._constants(weight, form)
@@ -741,7 +898,7 @@ def test_blocks_times_some_rows(name, rows):
     skinny = pytest.importorskip("quire.ops.triton.skinny_blocks")
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     language = pytest.importorskip("triton.experimental.gluon.language")
-    weight, half = weight_of(name, 64, 1024), "bf16" if rows != 17 else "fp16"
+    weight, half = block_weight(name, 64, 1024), "bf16" if rows != 17 else "fp16"
     assert skinny.fits_weight(weight)
     padded, packed = skinny._padded(rows), weight.kind != "int8"
 

@@ -299,8 +299,10 @@ def norm_linear(
 
 
 def linear_add(
-    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None, *, early: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None,
+    following: Tensor | CodedWeight | None = None, *, early: bool = False,
+) -> Tensor:  # fmt: skip
+    """`following` is not used."""
     return few_linear(x, weight, bias, stream=None if stream is None else stream.contiguous(), early=early)
 
 

@@ -9,7 +9,10 @@ a power of two: exact for bfloat16 down to 2^-29 of its largest number.
 Codes of int4 are multiplied as 1024 + code and 1024 + 16 code, the bits of which are one instruction away; what that
 adds to a chunk's sum is what the sum starts with, negative.
 
-With `early` a program starts while the previous kernel still runs, and loads its first chunks before it waits.
+Sums of warps are added up by way of shared memory, where the threads of a warp write side by side.
+
+With `early` a program starts while the previous kernel still runs, and loads its first chunks before it waits. When its
+last chunks are on their way, it may bring the beginning of the next matrix to the L2 cache.
 
 Floor: the bytes of the codes at 4.3 TB/s. 24576 x 4096: fp8 101 MB, 23 us; 4 bits with scales 53 MB, 12 us.
 Needs: K a multiple of 128; groups of a multiple of 128, or whole rows; no zero points.
@@ -27,14 +30,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops import coded as coded_ops
 from quire.ops import few as few_ops
 from quire.ops.coded import CodedWeight, is_packed
 from quire.ops.few import NormRule
-from quire.ops.op import Fits, FormTable
+from quire.ops.op import Fits, FormTable, Kernels
 from quire.ops.triton import few
 from quire.ops.triton.act import SILU
 
 DTYPES = (torch.bfloat16, torch.float16)
+TALL = 1 << 16  # rows of a matrix past which launch overhead is negligible
 _WIDEST = 1 << 15  # columns, all of which lie in shared memory
 _KINDS = {"fp8": 0, "int8": 1, "int4": 2, "fp4": 3}
 
@@ -43,6 +48,7 @@ class FewCodedConfig(NamedTuple):
     warps: int  # that share K
     ahead: int  # chunks of a warp that are in flight
     registers: int  # of a thread at most
+    repeat: int = 1  # tiles of 16 rows that a program multiplies one after the other
 
 
 _FP8 = "mov.b32 {l, h}, a; cvt.rn.f16x2.e4m3x2 c, l; cvt.rn.f16x2.e4m3x2 d, h;"
@@ -129,6 +135,17 @@ _TO_F16 = gl.constexpr("""{
     mov.b32 {low, high}, both;
     cvt.f32.f16 $0, low;
     cvt.f32.f16 $1, high;
+}""")
+
+
+# Two of float32, rounded to bfloat16, times two of bfloat16, rounded again, in float16.
+_GAINED = gl.constexpr("""{
+    .reg .b32 both, low, high;
+    cvt.rn.bf16x2.f32 both, $2, $1;
+    mul.bf16x2 both, both, $3;
+    shl.b32 low, both, 16;
+    and.b32 high, both, 0xFFFF0000;
+    cvt.rn.f16x2.f32 $0, high, low;
 }""")
 
 
@@ -257,6 +274,18 @@ def _gains(gains, K: gl.constexpr, SLAB: gl.constexpr, WARPS: gl.constexpr, NORM
 
 
 @gluon.jit
+def _of_warps(values, exchange, LARGEST: gl.constexpr):
+    """The largest of `_columns`, or their sum: within warps, then one exchange."""
+    WARPS: gl.constexpr = exchange.shape[0]
+    EACH: gl.constexpr = values.shape[0] // (32 * WARPS) if values.shape[0] // (32 * WARPS) < 8 else 8
+    split = values.reshape([values.shape[0] // (32 * WARPS * EACH), WARPS, 32 * EACH])
+    own = gl.max(gl.max(split, 0), 1) if LARGEST else gl.sum(gl.sum(split, 0), 1)
+    exchange.store(own)
+    every = exchange.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0]))
+    return gl.max(every, 0) if LARGEST else gl.sum(every, 0)
+
+
+@gluon.jit
 def _power(largest):
     """A power of two that brings numbers up to `largest` to less than 2^15, and its inverse."""
     field = 268 - (largest.to(gl.int32, bitcast=True) >> 23)
@@ -275,7 +304,7 @@ def _norm_power(gains, offset, K: gl.constexpr, ROOT: gl.constexpr):
 
 @gluon.jit
 def _stage(
-    x, gains, up, down, slabs, sums, eps, offset, K: gl.constexpr, SLAB: gl.constexpr, WARPS: gl.constexpr,
+    x, gains, up, down, slabs, sums, exchange, eps, offset, K: gl.constexpr, SLAB: gl.constexpr, WARPS: gl.constexpr,
     CODING: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """The row, normalized if NORM, to shared memory in the order of `_product`, as float16 times a power of two, whose
@@ -293,18 +322,22 @@ def _stage(
         for slab in gl.static_range(1, SLABS):
             h = _inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE).to(gl.float32)
             squares += h * h
-        by = gl.rsqrt(gl.sum(squares, 0) / K + eps)
+        by = gl.rsqrt(_of_warps(squares, exchange, False) / K + eps)
         if not IS_HALF:
             by *= up  # a power of two changes no rounding, unless the range ends
     else:
         most = gl.abs(first)
         for slab in gl.static_range(1, SLABS):
             most = gl.maximum(most, gl.abs(_inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE).to(gl.float32)))
-        up, down = _power(gl.max(most, 0))
+        up, down = _power(_of_warps(most, exchange, True))
     for slab in gl.static_range(SLABS):
         k = _columns(slab * SLAB, SLAB, WARPS)
         h = _inputs(x, k, K, WHOLE).to(gl.float32)
-        if NORM > 0:
+        if NORM == 1 and CODING != 2 and not IS_HALF:
+            h = gl.inline_asm_elementwise(
+                _GAINED, "=r,f,f,r", [h * by, gains[slab]], dtype=gl.float16, is_pure=True, pack=2
+            )
+        elif NORM > 0:
             h = h * by
             if NORM == 1:
                 h = _rounded(h, IS_HALF)
@@ -411,13 +444,56 @@ def _step(
 
 
 @gluon.jit
-def _whole(acc, flat: gl.constexpr):
-    """[16] of the sums of all warps: of the rows of the matrix; every column of `acc` is the same."""
-    y = gl.sum(acc, 0)  # [8, 4, 4]: row, pair of columns, (row or that 8 further, column of the pair)
-    one = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, y.type.layout)))[None, :, None] == 0
-    y = gl.sum(gl.where(one, y, 0.0), 1).reshape([8, 2, 2])
-    y, _ = gl.split(y)
-    return gl.convert_layout(y.permute((1, 0)).reshape([16]), flat)
+def _put_sums(parts, acc):
+    """To shared memory for `_whole`: the threads of a warp write side by side, since numbers of several warps side by
+    side would all be in one bank."""
+    WARPS: gl.constexpr = acc.shape[0]
+    y, _ = gl.split(acc.reshape([WARPS, 8, 4, 2, 2]))  # both columns of a pair are the same
+    parts.store(y.reshape([WARPS, 64]))
+
+
+@gluon.jit
+def _whole(parts):
+    """[64] of the sums of all warps, in the order of `_results`."""
+    return gl.sum(parts.load(_sums_layout(parts.shape[0])), 0)
+
+
+@gluon.constexpr_function
+def _sums_layout(warps):
+    return gl.BlockedLayout([warps, 1], [1, 32], [1, warps], [1, 0])
+
+
+@gluon.jit
+def _results(WARPS: gl.constexpr):
+    """Of every entry of `_whole`: its row of the matrix, and whether it is the first of the four that are the same."""
+    at = gl.arange(0, 64, layout=gl.SliceLayout(0, _sums_layout(WARPS)))
+    return at // 8 + at % 2 * 8, at // 2 % 4 == 0
+
+
+_PIECE = gl.constexpr(16384)  # bytes
+# By one thread of a warp, if the size is positive.
+_FETCH = gl.constexpr("""{
+    .reg .pred one, some;
+    elect.sync _|one, 0xFFFFFFFF;
+    setp.gt.and.s32 some, $2, 0, one;
+    @some cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.b32 $0, $2;
+}""")
+
+
+@gluon.jit
+def _fetch(following, size, PROGRAMS: gl.constexpr, WARPS: gl.constexpr):
+    """This program's share of `size` bytes that later kernels read is brought to the L2 cache."""
+    share = (size + PROGRAMS * WARPS * 128 - 1) // (PROGRAMS * WARPS * 128) * 128
+    each: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+    start = (gl.program_id(0) * WARPS + gl.arange(0, WARPS, layout=each)) * share
+    end = gl.minimum(start + share, size)
+    for piece in range(0, share, _PIECE):
+        at = start + piece
+        count = gl.minimum(end - at, _PIECE)
+        gl.inline_asm_elementwise(
+            _FETCH, "=r,l,r", [following.to(gl.int64) + at, count], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
@@ -428,13 +504,22 @@ def _of_rows(values, n, count, INSIDE: gl.constexpr):
 
 
 @gluon.jit
+def _of_tiles(values, n, count, INSIDE: gl.constexpr, REPEAT: gl.constexpr):
+    loaded = ()
+    for tile in gl.static_range(REPEAT):
+        loaded = loaded + (_of_rows(values, n + tile * 16, count, INSIDE),)  # type: ignore[assignment]  # noqa: RUF005
+    return loaded
+
+
+@gluon.jit
 def _few_coded_kernel(
-    x, gains, codes, scale, bias, stream, out, eps, offset,
+    x, gains, codes, scale, bias, stream, out, following, following_size, eps, offset,
     N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, NORM: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
+    REPEAT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """grid (columns / 16,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
+    """grid (columns / 16 / REPEAT,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up
+    rows."""
     kind: gl.constexpr = x.dtype.element_ty
     own: gl.constexpr = _words_layout(WARPS, 4)
     PACKED: gl.constexpr = CODING >= 2
@@ -453,9 +538,13 @@ def _few_coded_kernel(
     sums = gl.allocate_shared_memory(
         gl.float32, [SLABS, SLAB // WIDTH, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )  # fmt: skip
-    first = gl.program_id(0) * 16
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    n = first + gl.arange(0, 16, layout=flat)
+    exchange = gl.allocate_shared_memory(gl.float32, [WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    parts = gl.allocate_shared_memory(gl.float32, [WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    parts_up = parts
+    if GATED:
+        parts_up = gl.allocate_shared_memory(gl.float32, [WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    first = gl.program_id(0) * (16 * REPEAT)
+    row, is_first = _results(WARPS)
     if EARLY:
         gdc_launch_dependents()
     loaded = ()
@@ -465,45 +554,62 @@ def _few_coded_kernel(
     larger, smaller = 1.0, 1.0
     if NORM > 0:
         larger, smaller = _norm_power(by, offset, K, K**0.5)
-    row_by = gl.full([16], 1.0, gl.float32, layout=flat)
-    up_by = row_by
+    of_rows, of_ups = (), ()  # scales of rows of the matrix, and of those beside them
     if not GROUPED:
-        row_by = _of_rows(scale, n, N, INSIDE)
+        of_rows = _of_tiles(scale, first + row, N, INSIDE, REPEAT)
         if GATED:
-            up_by = _of_rows(scale + N, n, N, INSIDE)
+            of_ups = _of_tiles(scale + N, first + row, N, INSIDE, REPEAT)
     if EARLY:
         gdc_wait()
-    smaller = _stage(x, by, larger, smaller, slabs, sums, eps, offset, K, SLAB, WARPS, CODING, NORM)
-    residual = row_by
+    smaller = _stage(x, by, larger, smaller, slabs, sums, exchange, eps, offset, K, SLAB, WARPS, CODING, NORM)
+    residuals = ()
     if ADD:
-        residual = _of_rows(stream, n, N, INSIDE)
+        residuals = _of_tiles(stream, first + row, N, INSIDE, REPEAT)
     _synchronize()  # the compiler would do so in every turn of the loop
-    acc = gl.zeros([WARPS, 8, 4, 4], gl.float32, layout=own)
-    acc_up = acc
-    for step in range(0, STEPS - LOADED, LOADED):
+    for tile in gl.static_range(REPEAT):
+        acc = gl.zeros([WARPS, 8, 4, 4], gl.float32, layout=own)
+        acc_up = acc
+        for step in range(0, STEPS - LOADED, LOADED):
+            after = ()
+            for place in gl.static_range(LOADED):
+                acc, acc_up = _step(
+                    loaded, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED
+                )  # fmt: skip
+                after = after + _load(codes, scale, first, step + place + LOADED, N, COUNT, K, GROUP, WARPS, PACKED)
+            loaded = after
+        if following is not None and tile == REPEAT - 1:  # all of this program's codes are on their way
+            _fetch(following, following_size, (N + 16 * REPEAT - 1) // (16 * REPEAT), WARPS)
+        n = first + row
+        first += 16
         after = ()
         for place in gl.static_range(LOADED):
-            acc, acc_up = _step(loaded, acc, acc_up, staged, sums, step + place, place, WARPS, CODING, GROUPED, GATED)
-            after = after + _load(codes, scale, first, step + place + LOADED, N, COUNT, K, GROUP, WARPS, PACKED)
+            acc, acc_up = _step(
+                loaded, acc, acc_up, staged, sums, STEPS - LOADED + place, place, WARPS, CODING, GROUPED, GATED
+            )  # fmt: skip
+            if tile + 1 < REPEAT:
+                after = after + _load(codes, scale, first, place, N, COUNT, K, GROUP, WARPS, PACKED)
         loaded = after
-    for place in gl.static_range(LOADED):
-        acc, acc_up = _step(
-            loaded, acc, acc_up, staged, sums, STEPS - LOADED + place, place, WARPS, CODING, GROUPED, GATED
-        )  # fmt: skip
-    y = _whole(acc, flat) * smaller * row_by
-    if BIAS:
-        y += _of_rows(bias, n, N, INSIDE)
-    y = y.to(kind).to(gl.float32)
-    if GATED:
-        up = _whole(acc_up, flat) * smaller * up_by
+        _put_sums(parts, acc)
+        if GATED:
+            _put_sums(parts_up, acc_up)
+        y = _whole(parts) * smaller
+        if not GROUPED:
+            y *= of_rows[tile]
         if BIAS:
-            up += _of_rows(bias + N, n, N, INSIDE)
-        up = up.to(kind).to(gl.float32)
-        y = (y / (1.0 + gl.exp(-y))).to(kind).to(gl.float32)
-        y = (y * up).to(kind).to(gl.float32)
-    if ADD:
-        y += residual
-    gl.store(out + n, y.to(kind), mask=n < N)
+            y += _of_rows(bias, n, N, INSIDE)
+        y = y.to(kind).to(gl.float32)
+        if GATED:
+            up = _whole(parts_up) * smaller
+            if not GROUPED:
+                up *= of_ups[tile]
+            if BIAS:
+                up += _of_rows(bias + N, n, N, INSIDE)
+            up = up.to(kind).to(gl.float32)
+            y = (y / (1.0 + gl.exp(-y))).to(kind).to(gl.float32)
+            y = (y * up).to(kind).to(gl.float32)
+        if ADD:
+            y += residuals[tile]
+        gl.store(out + n, y.to(kind), mask=is_first & (n < N))
 
 
 def fits(x: Tensor, weight: CodedWeight) -> bool:
@@ -526,13 +632,15 @@ def fits_weight(weight: CodedWeight) -> bool:
 
 def config_of(n: int, k: int, *, packed: bool, gated: bool) -> FewCodedConfig:
     """The best of those tried on an H200, in the sequence of an 8B layer: docs/log.md."""
+    if n > TALL and not packed:
+        return FewCodedConfig(4, 8, 128)
     if gated:
-        return FewCodedConfig(4, 1, 80) if packed else FewCodedConfig(4, 4, 128)
+        return FewCodedConfig(4, 2, 128, 2) if packed else FewCodedConfig(8, 4, 128)
     if k > n:
-        return FewCodedConfig(8, 4, 96) if packed else FewCodedConfig(8, 4, 80)
+        return FewCodedConfig(8, 4, 96) if packed else FewCodedConfig(8, 12, 128)
     if k == n:
         return FewCodedConfig(8, 4, 80) if packed else FewCodedConfig(8, 8, 96)
-    return FewCodedConfig(8, 2, 80) if packed else FewCodedConfig(4, 4, 96)
+    return FewCodedConfig(8, 2, 80) if packed else FewCodedConfig(8, 4, 80)
 
 
 def few_coded_linear(
@@ -544,6 +652,7 @@ def few_coded_linear(
     gated: bool = False,  # silu(gate) * up
     stream: Tensor | None = None,  # [1, N], to be added
     config: FewCodedConfig | None = None,
+    following: Tensor | None = None,  # uint8 [n]: what the next matmul reads, to be brought to the L2 cache
     early: bool = False,
 ) -> Tensor:
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
@@ -552,11 +661,13 @@ def few_coded_linear(
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     rule = norm or NormRule(None, 0.0, 0.0, False)
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
-    _few_coded_kernel[(-(-n // 16),)](
-        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, rule.eps, rule.offset,
+    repeat = config.repeat if n % (16 * config.repeat) == 0 else 1
+    _few_coded_kernel[(-(-n // (16 * repeat)),)](
+        x, rule.weight, weight.codes.view(torch.int32), weight.scale, bias, stream, out, following,
+        0 if following is None else following.numel(), rule.eps, rule.offset,
         N=n, K=k, GROUP=weight.group, CODING=_KINDS[weight.kind], NORM=kind, GATED=gated, BIAS=bias is not None,
-        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, EARLY=early, num_warps=config.warps,
-        maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
+        ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead, REPEAT=repeat, EARLY=early,
+        num_warps=config.warps, maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
@@ -589,12 +700,39 @@ def norm_linear(
     return y if act is None or gated else act(y)
 
 
+_FETCHED = 8 << 20  # bytes
+
+
+def beginning(weight: Tensor | CodedWeight | None) -> Tensor | None:
+    """uint8 [n]: what of a matrix is worth bringing to the L2 cache before the matmul that reads it begins. Nothing of
+    4 bits, whose matmuls gained nothing."""
+    if not isinstance(weight, CodedWeight) or is_packed(weight.kind) or not fits_weight(weight):
+        return None
+    codes = weight.codes.view(torch.uint8).view(-1)
+    return codes[: min(_FETCHED, len(codes)) // 16 * 16]
+
+
 def linear_add(
-    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None, *, early: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None,
+    following: Tensor | CodedWeight | None = None, *, early: bool = False,
+) -> Tensor:  # fmt: skip
     if not isinstance(weight, CodedWeight) or not fits(x, weight):
-        return few.linear_add(x, weight, bias, stream, early=early)
-    return few_coded_linear(x, weight, bias, stream=None if stream is None else stream.contiguous(), early=early)
+        return few.linear_add(x, weight, bias, stream, following, early=early)
+    ahead = beginning(following) if early else None
+    own = None if stream is None else stream.contiguous()
+    return few_coded_linear(x, weight, bias, stream=own, following=ahead, early=early)
+
+
+class TallLinear:
+    """ops.coded.coded_linear of one row with a tall matrix, such as that of the output; all else goes the other way."""
+
+    def __init__(self, other: Callable[..., Tensor], kernels: Kernels) -> None:
+        self._other = other
+
+    def __call__(self, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
+        if x.ndim == 2 and weight.rows > TALL and fits(x, weight):
+            return few_coded_linear(x, weight, bias)
+        return self._other(x, weight, bias)
 
 
 def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, early: bool) -> None:
@@ -602,3 +740,4 @@ def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, ea
     table.form(few_ops.few_rows, fits)(few_rows)
     table.form(few_ops.norm_linear, fits)(partial(norm_linear, codes=codes, early=early))
     table.form(few_ops.linear_add, fits)(partial(linear_add, early=early))
+    table.made(coded_ops.coded_linear, fits)(TallLinear)

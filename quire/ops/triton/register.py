@@ -151,12 +151,13 @@ def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
 def _add_skinny(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     """Matmuls that are only faster with Hopper's instructions, written in an experimental part of Triton."""
     try:
-        from quire.ops.triton import few_coded, skinny  # lazy
+        from quire.ops.triton import few_coded, moe_mx, skinny  # lazy
     except ImportError as wrong:
-        _log.warning("decodes of 3 to 64 rows, and of codes, use slower matmuls: %s", wrong)
+        _log.warning("decodes of 3 to 64 rows, of codes, and experts in MXFP4 use slower matmuls: %s", wrong)
         return
     skinny.add_forms(table, codes, _free, early=early)
     few_coded.add_forms(table, codes, _free, early=early)
+    moe_mx.add_forms(table, codes, _free, early=early)
 
 
 def _is_hopper() -> bool:
