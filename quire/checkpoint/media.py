@@ -110,7 +110,9 @@ def modalities_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def names_parts(config: Mapping[str, Any]) -> bool:
-    return not _NAME_PARTS.isdisjoint(config.get("architectures") or ())
+    """Asked before it is known that the names are names."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and name in _NAME_PARTS for name in names)
 
 
 def encoder_reads_text(config: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ becomes of a part.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from quire.checkpoint.source import read_json, read_tensor_names
@@ -45,7 +45,8 @@ class LocatedParts(NamedTuple):
 def find_parts(raw: dict[str, Any], path: str, find: Callable[[str], str]) -> LocatedParts:
     """`find`: from a folder's name or a hub id to a folder."""
     names = raw.get("architectures")
-    own = next((_PARTS[name] for name in names if name in _PARTS), ()) if isinstance(names, Iterable) else ()
+    known = [name for name in names if isinstance(name, str) and name in _PARTS] if isinstance(names, list) else []
+    own = _PARTS[known[0]] if known else ()
     paths: dict[str, str] = {}
     for part in own:
         _refuse_adapters(raw, part)

@@ -62,7 +62,7 @@ def start_engine(
             executor.ask(WorkerProtocol.measure_media, media.result())
         free_bytes = least_by_stage(infos, executor.ask(WorkerProtocol.free_bytes))
         laps.mark("profile")
-        layout, max_model_len = _place(config, info, free_bytes)
+        layout, max_model_len = _place_beside(config, executor, infos, free_bytes, with_media=media is not None)
         executor.ask(WorkerProtocol.init_kv, layout)
         laps.mark("kv")
         executor.ask(WorkerProtocol.warm_up)
@@ -181,6 +181,21 @@ def _told(phases: tuple[StartPhase, ...]) -> str:
             parts = ", ".join(f"{p.name} {p.seconds:.2f}" for p in phases if p.inside == phase.name)
             words.append(f"{phase.name} {phase.seconds:.2f}" + (f" ({parts})" if parts else ""))
     return ", ".join(words)
+
+
+def _place_beside(
+    config: EngineConfig, executor: Executor, infos: list[ModelInfo], free_bytes: list[int], *, with_media: bool
+) -> tuple[KVLayout, int]:
+    """Beside what is left for the encoder of media; with nothing left for it, where the KV cache would be too small."""
+    info = one_model(infos)
+    try:
+        return _place(config, info, free_bytes)
+    except ConfigError as wrong:
+        if not with_media:
+            raise
+        log.warning("No memory is left for the encoder of media (skip_mm_profiling): %s", wrong)
+    executor.ask(WorkerProtocol.measure_media, ())
+    return _place(config, info, least_by_stage(infos, executor.ask(WorkerProtocol.free_bytes)))
 
 
 def _place(config: EngineConfig, info: ModelInfo, free_bytes: list[int]) -> tuple[KVLayout, int]:

@@ -21,6 +21,7 @@ _SIDE = 4096  # pixels of the first picture that is tried
 _RATIOS = (0.75, 0.5, 1 / 3)  # of height and width: families with tiles have more of them for some
 _CUT = 2048  # of those that are tried in other ratios: tiles are no more for larger ones
 _SMALL = 64 << 20  # bytes of an item that is tried in other ratios too
+_MOST = 512 << 20  # bytes of an item: those of all modalities travel to a worker in one message
 _TRIES = 8
 _FRAME = 720, 1280
 _RATE = 16000
@@ -59,9 +60,11 @@ def _largest(
             except QuireError as wrong:
                 why = str(wrong)
                 continue
-            if item.num_vectors <= most and (best is None or item.num_vectors > best.num_vectors):
+            num_bytes = _num_bytes(item)
+            fits = item.num_vectors <= most and num_bytes <= _MOST
+            if fits and (best is None or item.num_vectors > best.num_vectors):
                 best = item
-            if _num_bytes(item) > _SMALL:
+            if num_bytes > _SMALL:
                 break
         if best is not None:
             return best

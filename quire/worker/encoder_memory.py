@@ -1,7 +1,8 @@
 """What an encoder of media takes of a GPU: measured with the largest items, before there is a KV cache.
 
 In: an encoder, items, and how the peak of a call is measured. Out: bytes. An item that the encoder cannot read by
-itself is left out: what it takes is then not known. Must not know: how large items are chosen, budgets.
+itself, or that does not fit, is left out: what it takes is then not known, and no start fails for it. Must not know:
+how large items are chosen, budgets.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def measure_encoder(
 
         try:
             num_bytes = peak(encode)
-        except ConfigError:  # it does not fit
-            raise
+        except ConfigError as wrong:  # it does not fit: requests with such items will fail, others need not
+            _log.warning("No memory is left for the encoder of %s items: %s", item.modality, wrong)
+            continue
         except Exception as wrong:  # noqa: BLE001  # of code that is not ours
             _log.info("The memory that the encoder takes for %s items is not measured: %s", item.modality, wrong)
             continue

@@ -13,7 +13,7 @@ In: what trial steps took (trial.py). Must not know: models, blocks, requests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,14 @@ class Budget:
     def kv(self) -> int:
         claimed = min(int(self.total * self.share), self.total - self.others)
         return claimed - self.used - self.step - self.graphs - self.static - MARGIN
+
+    def with_media(self, peak: int, cached: int) -> Budget:
+        """With what an encoder takes at its peak, and vectors that are kept; without, where nothing would be left."""
+        both = replace(self, step=max(self.step, peak), static=self.static + cached)
+        if both.kv > 0 or both == self:
+            return both
+        _log.warning("No memory is left for the encoder of media: %s = %.2f GiB", both, both.kv / GIB)
+        return self
 
     def _claimed(self) -> str:
         share, left = self.total * self.share, self.total - self.others

@@ -269,13 +269,12 @@ class Worker:
         budget = measure(
             self.device,
             others=self._others,
-            step=max(largest, self._media_bytes[0]),
+            step=largest,
             graphs=graphs + PER_GRAPH * num_graphs,
-            # tokens of all rows, and their tables; vectors of media
-            static=8 * (step.max_num_seqs + 1) * (length + 1) + others + self._media_bytes[1],
+            static=8 * (step.max_num_seqs + 1) * (length + 1) + others,  # tokens of all rows, and their tables
             share=self.config.cache_config.gpu_memory_utilization,
         )
-        return kv_bytes_on_gpu(budget)
+        return kv_bytes_on_gpu(budget.with_media(*self._media_bytes))
 
     def measure_media(self, items: tuple[MediaItem, ...]) -> None:
         """What the encoder takes at its peak, and vectors that are kept, as `free_bytes` counts them."""

@@ -182,6 +182,21 @@ def test_tiles_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
         make_family("Llama4Processor", ProcessorFiles()).process("image", picture(900, 900), {}, 1)
 
 
+def test_padding_of_lfm2_vl_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile is filled up to as many patches as the whole image may have."""
+    image = picture(64, 64)
+    monkeypatch.setattr(np, "zeros", lambda *_: pytest.fail("patches were allocated"))
+    options = {"max_image_tokens": 1 << 16, "max_pixels_tolerance": 1e-9, "min_tiles": 60, "max_tiles": 64}
+    with pytest.raises(InputError, match="crops of 8192x8192 pixels have .* use fewer .max_tiles, max_image_tokens"):
+        make_family("Lfm2VlProcessor", ProcessorFiles()).process("image", image, options, 1)
+
+
+@pytest.mark.parametrize("ratio", [5e-324, 1e-200, 1 / 65, 1.5, 1e300])
+def test_the_shuffle_of_llama_4_is_bounded(ratio: float) -> None:
+    with pytest.raises(InputError, match="pixel_shuffle_ratio is .* from 1/64 to 1"):
+        make_family("Llama4Processor", ProcessorFiles({"vision_config": {"pixel_shuffle_ratio": ratio}}))
+
+
 @pytest.mark.parametrize("size", [(3000, 20), (20, 9000)])
 def test_a_narrow_image_of_lfm2_vl(size: tuple[int, int]) -> None:
     part = {"do_image_splitting": False, "max_image_tokens": 64, "min_image_tokens": 16}

@@ -114,6 +114,16 @@ def test_what_the_encoder_of_media_takes_is_left(device: SimpleNamespace) -> Non
     assert worker._gpu_bytes() == 90 * GIB - 40 * GIB - 11 * GIB - graphs - static - vectors - MARGIN
 
 
+def test_no_start_fails_for_what_the_encoder_of_media_takes(device: SimpleNamespace) -> None:
+    device.peaks = [51 * GIB, 7 * GIB, 3 * GIB]
+    worker = make_worker(BlindBackend())
+    worker.load()
+    worker._encoder = Encoder()
+    worker.measure_media((item("image", 3),))
+    graphs = 3 * GIB + PER_GRAPH * len(BUCKETS)
+    assert worker._gpu_bytes() == 90 * GIB - 40 * GIB - 7 * GIB - graphs - 8 * 9 * 65 - MARGIN
+
+
 def test_what_others_use_is_not_of_the_share(device: SimpleNamespace) -> None:
     assert gpu_memory.used_by_others(CUDA) == 40 * GIB - gpu_memory.OWN_CONTEXT
     worker = make_worker(BlindBackend())

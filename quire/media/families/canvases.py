@@ -85,9 +85,10 @@ class Llama4(Family):
         vision = {"patch_size": 14, "pixel_shuffle_ratio": 0.5, **{k: v for k, v in files.vision.items() if v}}
         own = self.processor({name: vision[name] for name in ("patch_size", "pixel_shuffle_ratio")})
         self.patch = own.whole("patch_size", high=_MOST_SIDE)
-        self.shuffled = round(1 / own.number("pixel_shuffle_ratio", 0.5) ** 2)
-        if not 1 <= self.shuffled <= _MOST_SIDE:
-            raise InputError(f"pixel_shuffle_ratio is {own.get('pixel_shuffle_ratio')!r:.60}; it is from 1/64 to 1")
+        ratio = own.number("pixel_shuffle_ratio", 0.5)
+        if not 1 / 64 <= ratio <= 1:
+            raise InputError(f"pixel_shuffle_ratio is {ratio!r:.60}; it is from 1/64 to 1", param="pixel_shuffle_ratio")
+        self.shuffled = round(1 / ratio**2)
 
     def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
         import numpy as np  # lazy

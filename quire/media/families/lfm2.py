@@ -50,6 +50,7 @@ class Lfm2VL(Family):
         sizes = [tile] * (rows * columns) if is_cut else []
         sizes += [whole] if not is_cut or plan.has_thumbnail else []
         check_crops(sizes, "max_tiles")
+        check_crops([plan.padded] * len(sizes), "max_tiles, max_image_tokens")
         parts: list[Array] = []
         if is_cut:
             large = pixels.planes(pixels.resize(value, (rows * plan.tile, columns * plan.tile), filter_))
@@ -107,6 +108,12 @@ class _Plan:
             raise InputError(f"tile_size {self.tile} is not a multiple of {self.patch}", param="tile_size")
         tile_patches = (self.tile // self.patch) ** 2 if self.is_split else 0
         self.most_patches = max(self.most_tokens * self.group**2, tile_patches)
+
+    @property
+    def padded(self) -> Size:
+        """A square of as many patches as each part is filled up to."""
+        side = self.patch * math.ceil(math.sqrt(self.most_patches))
+        return side, side
 
     def whole_size(self, size: Size) -> Size:
         """Multiples of what becomes one vector, so many of them."""

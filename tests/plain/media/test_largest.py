@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,8 +65,16 @@ def test_sizes_that_no_item_has() -> None:
         items_of("LlavaProcessor", {"image": {"width": 32768, "height": 32768}})
 
 
+def test_items_that_no_message_could_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.media.largest._MOST", 4 << 20)
+    items = items_of("Qwen2VLProcessor", {"video": {"num_frames": 16, "width": 280, "height": 280}})
+    sizes = [sum(len(array.data) for array in item.arrays.values()) for item in items.values()]
+    assert len(sizes) == 2 and all(1 << 19 < size <= (4 << 20) for size in sizes)
+
+
 def test_what_cannot_be_made_is_not_measured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.media.largest.log.info", lambda *words: caplog.messages.append(words[0] % words[1:]))
     assert items_of("LlavaProcessor", settings={"size": "wrong"}) == {}
-    monkeypatch.setattr(largest_media, "family_of", lambda model: (_ for _ in ()).throw(ValueError("no files")))
-    assert largest_media.make_largest(ModelConfig(multimodal_config=MultiModalConfig())).result(30) == ()
+    for wrong in (ValueError("no files"), AttributeError("not ours"), ImportError("torchvision"), MemoryError()):
+        monkeypatch.setattr(largest_media, "family_of", Mock(side_effect=wrong))
+        assert largest_media.make_largest(ModelConfig(multimodal_config=MultiModalConfig())).result(30) == ()
