@@ -187,13 +187,13 @@ def test_padding_of_lfm2_vl_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> N
     image = picture(64, 64)
     monkeypatch.setattr(np, "zeros", lambda *_: pytest.fail("patches were allocated"))
     options = {"max_image_tokens": 1 << 16, "max_pixels_tolerance": 1e-9, "min_tiles": 60, "max_tiles": 64}
-    with pytest.raises(InputError, match="crops of 8192x8192 pixels have .* use fewer .max_tiles, max_image_tokens"):
+    with pytest.raises(InputError, match=r"crops of 8192x8192 pixels have .* use fewer .max_tiles, max_image_tokens"):
         make_family("Lfm2VlProcessor", ProcessorFiles()).process("image", image, options, 1)
 
 
 @pytest.mark.parametrize("ratio", [5e-324, 1e-200, 1 / 65, 1.5, 1e300])
 def test_the_shuffle_of_llama_4_is_bounded(ratio: float) -> None:
-    with pytest.raises(InputError, match="pixel_shuffle_ratio is .* from 1/64 to 1"):
+    with pytest.raises(InputError, match=r"pixel_shuffle_ratio is .* from 1/64 to 1"):
         make_family("Llama4Processor", ProcessorFiles({"vision_config": {"pixel_shuffle_ratio": ratio}}))
 
 
