@@ -44,7 +44,7 @@ def waves(positions: Tensor, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), -1)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)  # of some 15 MB each
 def grid_waves(size: Size, width: int) -> Tensor:
     """[height * width of a piece, width]: of columns, then of rows."""
     rows, columns = (waves(torch.arange(num), width // 2) for num in size)

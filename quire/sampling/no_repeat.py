@@ -6,7 +6,7 @@ whitelist_token_ids, which may always follow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.sampling.processors import AdapterLogitsProcessor, RequestLogitsProcessor
@@ -33,9 +33,10 @@ class NoRepeat(NamedTuple):
         start = output_ids[len(output_ids) - self.size + 1 :]
         first = max(0, len(output_ids) - self.window)
         last = len(output_ids) - self.size + 1
-        ends = {
-            output_ids[at + self.size - 1] for at in range(first, last) if output_ids[at : at + self.size - 1] == start
-        }
+        begins: Sequence[int] = range(first, last)
+        if start:  # most differ in the token before the end already
+            begins = [at for at in begins if output_ids[at + self.size - 2] == start[-1]]
+        ends = {output_ids[at + self.size - 1] for at in begins if output_ids[at : at + self.size - 1] == start}
         return sorted(ends - self.allowed)
 
     def apply(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
