@@ -86,7 +86,16 @@ class CanvasEncoder(TowerEncoder):
         self._merge = 2 if raw.get("downsample_mode") == "4x" else 4
 
     def channels(self, prompt: Sequence[int], media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
-        return canvas(prompt, [crop for item in media for crop in self._crops(item)], self._marks)
+        crops: list[Crop] = []
+        for item in media:
+            own = self._crops(item)
+            if crops and own and prompt[own[0].start - 1] == self._marks.slice_start:
+                # positions of the image before it, whose blocks may be cached, would depend on what follows
+                raise ValueError(
+                    f"the item at position {item.offset} begins with a slice: the mark of an image is missing"
+                )
+            crops += own
+        return canvas(prompt, crops, self._marks)
 
     def _crops(self, item: MediaItem) -> list[Crop]:
         """Embeddings have no sizes and are as text."""

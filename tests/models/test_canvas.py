@@ -130,6 +130,15 @@ def test_items(mode: str, size: list[int]) -> None:
         encoder.channels(ids, [item([(2, 4), (6, 8)], [size, [40, 40]])])
 
 
+def test_an_item_is_no_slice_of_the_one_before() -> None:
+    """Positions of an image, whose blocks may be cached, depend on nothing behind it."""
+    encoder = CanvasEncoder(None, CONFIG, 3)  # type: ignore[arg-type]
+    both = [item([(2, 4)], [[8, 4]]), item([(6, 8)], [[8, 4]])]
+    encoder.channels([20, 1, 9, 9, 2, 1, 9, 9, 2, 21], both)
+    with pytest.raises(ValueError, match="the item at position 6 begins with a slice"):
+        encoder.channels([20, 1, 9, 9, 2, 3, 9, 9, 4, 21], both)
+
+
 @pytest.mark.parametrize("value", [None, "5", 5.0, True])
 def test_a_configuration_without_marks(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"config.json has no newline_id, the id of a token"):
