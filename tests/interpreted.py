@@ -34,12 +34,14 @@ _load, _store = interpreter.InterpreterBuilder.create_masked_load, interpreter.I
 
 
 def _of_bools(mask):
+    if not isinstance(mask, interpreter.TensorHandle):
+        return mask  # an array of bools: Triton 3.6, for descriptors
     return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
 
 
-interpreter.InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *rest: _load(
-    self, ptrs, _of_bools(mask), *rest
+interpreter.InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *rest, **named: _load(
+    self, ptrs, _of_bools(mask), *rest, **named
 )
-interpreter.InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *rest: _store(
-    self, ptrs, value, _of_bools(mask), *rest
+interpreter.InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *rest, **named: _store(
+    self, ptrs, value, _of_bools(mask), *rest, **named
 )
