@@ -109,11 +109,14 @@ def test_engines(name: str, tmp_path: Path) -> None:
     _, exact = logprobs(file, device="cpu", dtype="float32")
     _, decoded = logprobs(file, device="cuda", dtype="float32")
     assert (decoded - exact).abs().max() < 1e-3
+    # NVFP4's random model spreads its logits over twice the range, and bfloat16 alone moves them further than 0.03
+    rounding = (logprobs(file, device="cpu", dtype="bfloat16")[1] - exact).abs()
+    mean, most = max(0.03, 2 * rounding.mean().item()), max(0.3, 2 * rounding.max().item())
     _, eager = logprobs(file, device="cuda", enforce_eager=True)
     _, graphs = logprobs(file, device="cuda")
     for found in (eager, graphs):
         off = (found - exact).abs()
-        assert off.mean() < 0.03 and off.max() < 0.3, (off.mean(), off.max())
+        assert off.mean() < mean and off.max() < most, (off.mean(), mean, off.max(), most)
 
 
 def test_files_of_several_types(tmp_path: Path) -> None:

