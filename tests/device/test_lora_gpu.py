@@ -210,8 +210,8 @@ def test_engine_in_16_bits(tmp_path: Path, skinny: Any, monkeypatch: pytest.Monk
                 logits = one(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
             right = logits.float().log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
             distances.append((found - right).abs().mean().item())
-        assert distances[number % 3] < 0.1
-        assert min(distances[: number % 3] + distances[number % 3 + 1 :]) > 3 * distances[number % 3]
+        assert distances[number % 3] < 0.6  # bfloat16 moves this model by 0.4 on a CPU, without adapters by 0.3
+        assert min(distances[: number % 3] + distances[number % 3 + 1 :]) > 5 * distances[number % 3]
 
 
 def _watch(llm: LLM) -> tuple[Any, list[int], list[int]]:
