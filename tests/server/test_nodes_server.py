@@ -120,6 +120,7 @@ def cable() -> Iterator[tuple[str, str]]:
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need iproute2 and root")
     one, two = (f"quire-{os.getpid()}-{side}" for side in "ab")
+    door = f"qdoor{os.getpid()}"
 
     def ip(words: str) -> None:
         subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=30)
@@ -131,9 +132,9 @@ def cable() -> Iterator[tuple[str, str]]:
     try:
         ip(f"netns add {two}")
         ip(f"link add cable netns {one} type veth peer name cable netns {two}")
-        ip(f"link add qdoor{os.getpid() % 10000} type veth peer name door netns {one}")
-        ip(f"addr add 10.213.8.1/24 dev qdoor{os.getpid() % 10000}")
-        ip(f"link set qdoor{os.getpid() % 10000} up")
+        ip(f"link add {door} type veth peer name door netns {one}")
+        ip(f"addr add 10.213.8.1/24 dev {door}")
+        ip(f"link set {door} up")
         for name, number in ((one, 1), (two, 2)):
             ip(f"-n {name} addr add 10.213.7.{number}/24 dev cable")
             ip(f"-n {name} link set cable up")
@@ -142,8 +143,9 @@ def cable() -> Iterator[tuple[str, str]]:
         ip(f"-n {one} link set door up")
         yield one, two
     finally:
-        for name in (one, two):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
+        # the kernel may keep a namespace without a name for long, and the door with it
+        for words in (["link", "del", door], ["netns", "del", one], ["netns", "del", two]):
+            subprocess.run(["ip", *words], capture_output=True, timeout=30)
 
 
 def test_two_machines_and_a_cable_that_breaks(cable: tuple[str, str], folder: Path, expected: list[int]) -> None:
