@@ -58,7 +58,7 @@ def test_usable_resolutions_of_llava() -> None:
     (ONE_VISION, ProcessorFiles(config={"vision_aspect_ratio": "anyres_max_0"}), "vision_aspect_ratio is"),
     ("Idefics3Processor", ProcessorFiles(config={"vision_config": {"image_size": [1]}}), "image_size of vision_config"),
     ("Idefics3Processor", ProcessorFiles(config={"scale_factor": 1e-300}), "scale_factor of config.json"),
-    ("PaliGemmaProcessor", ProcessorFiles(config={"vision_config": {"patch_size": "7"}}), "patch_size of vision_config"),
+    ("PaliGemmaProcessor", ProcessorFiles(config={"vision_config": {"patch_size": "7"}}), "patch_size of vision_conf"),
     ("InternVLProcessor", ProcessorFiles(config={"downsample_ratio": 1e300}),
      "downsample_ratio of config.json must be a positive number up to 1, got 1e"),
     ("InternVLProcessor", ProcessorFiles(config={"downsample_ratio": "x"}), "downsample_ratio of config.json"),
