@@ -19,7 +19,7 @@ from quire.schema.errors import CheckpointError, InputError
 _MOST_BYTES = 1 << 20
 _PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
 _FILTERS = range(6)
-_MOST_LEVEL, _LEAST_DEVIATION = 1e6, 1e-6  # of pixels, so that they stay numbers
+_MOST_LEVEL, _LEAST_DEVIATION = 1e3, 1e-3  # of pixels, so that what follows stays numbers
 
 
 @dataclass(frozen=True)
