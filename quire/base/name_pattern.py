@@ -91,7 +91,8 @@ def _step(node: tuple[Any, Any], any_case: bool) -> Step:
     if (mask := _mask(kind, value, any_case)) is not None:
         return lambda walk, places: (places & mask(walk)) << 1
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-        return _repeat(*value, any_case)
+        low, high, inner = value
+        return _repeat(low, high, inner, any_case)
     if kind == "BRANCH":
         return _branch([[_step(one, any_case) for one in inner] for inner in value[1]])
     if kind == "SUBPATTERN":
@@ -101,7 +102,8 @@ def _step(node: tuple[Any, Any], any_case: bool) -> Step:
         steps = [_step(one, cased) for one in inner]
         return lambda walk, places: walk.through(steps, places)
     if kind in ("ASSERT", "ASSERT_NOT"):
-        return _assertion(*value, any_case, kind == "ASSERT")
+        direction, inner = value
+        return _assertion(direction, inner, any_case, kind == "ASSERT")
     edge = str(value)
     return lambda walk, places: places & _edges(walk.name, edge)
 

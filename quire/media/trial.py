@@ -33,8 +33,8 @@ def try_items(family: Family, modalities: Sequence[str], options: Mapping[str, A
         return
     if len(refused) == len(modalities):
         raise ConfigError(str(refused[modalities[0]]), param="mm_processor_kwargs")
-    for modality, wrong in refused.items():
-        log.warning("No %s item can be processed with the engine's mm_processor_kwargs: %s", modality, wrong)
+    for modality, reason in refused.items():
+        log.warning("No %s item can be processed with the engine's mm_processor_kwargs: %s", modality, reason)
 
 
 def _blame(family: Family, modality: str, options: Mapping[str, Any], wrong: InputError) -> InputError:
