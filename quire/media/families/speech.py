@@ -42,6 +42,11 @@ class WhisperFeatures:
                 f"the feature extractor hears {self.num_samples} samples at once (chunk_length x sampling_rate); the "
                 f"limit is {MOST_NUMBERS}"
             )
+        if self.num_samples < hop:
+            raise InputError(
+                f"the feature extractor hears {self.num_samples} samples at once (chunk_length x sampling_rate), fewer "
+                f"than hop_length, which is {hop}"
+            )
         check_transforms(self.num_samples // hop, self.mel.window, self.mel.bins)
 
     def of(self, audio: Audio) -> tuple[Array, Array]:

@@ -61,6 +61,8 @@ def test_usable_resolutions_of_llava() -> None:
     ("PaliGemmaProcessor", ProcessorFiles(config={"vision_config": {"patch_size": "7"}}), "patch_size of vision_conf"),
     ("InternVLProcessor", ProcessorFiles(config={"downsample_ratio": 1e300}),
      "downsample_ratio of config.json must be a positive number up to 1, got 1e"),
+    ("WhisperProcessor", ProcessorFiles(parts={"audio": {"sampling_rate": 3}}),
+     "hears 90 samples at once .*, fewer than hop_length, which is 160"),
     ("InternVLProcessor", ProcessorFiles(config={"downsample_ratio": "x"}), "downsample_ratio of config.json"),
 ])  # fmt: skip
 def test_numbers_that_were_not_checked(name: str, files: ProcessorFiles, message: str) -> None:
