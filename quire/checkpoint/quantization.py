@@ -10,12 +10,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.base.name_pattern import NamePattern
 from quire.checkpoint.limits import shown
 from quire.checkpoint.source import read_json
 from quire.schema.errors import CheckpointError, NotBuiltError
+
+if TYPE_CHECKING:
+    from quire.base.name_pattern import NamePattern
 
 KEY = "quantization_config"
 FAMILIES = {  # names that checkpoints and options use -> the family whose tensors are read
@@ -282,7 +284,9 @@ def matches_pattern(pattern: str, module: str) -> bool:
 
 
 @lru_cache(maxsize=2 * _MOST_RULES)
-def _made_pattern(text: str) -> NamePattern:
+def _made_pattern(text: str) -> "NamePattern":
+    from quire.base.name_pattern import NamePattern  # lazy
+
     return NamePattern(text)
 
 
