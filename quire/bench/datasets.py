@@ -62,9 +62,21 @@ class DatasetOptions:
     prefix_repetition_output_len: int = 128
 
 
-def make_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
+def check_options(options: DatasetOptions) -> None:
+    """What can be told before a model is loaded."""
     if options.num_prompts < 1:
         raise InputError(f"--num-prompts must be at least 1, got {options.num_prompts}", param="num_prompts")
+    if options.dataset_name in ("random", RERANK):
+        _batch_size(options)
+        _input_bounds(options)
+    if options.dataset_name == "random":
+        _output_bounds(options)
+    if options.dataset_name in OF_FILES:
+        _open(_path(options, OF_FILES[options.dataset_name])).close()
+
+
+def make_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
+    check_options(options)
     samples = DATASETS[options.dataset_name](tokenizer, options)
     return _enough(samples, options)
 
@@ -120,11 +132,9 @@ def random_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample
     random = Random(options.seed)
     texts = RandomTexts(tokenizer, random)
     batch = _batch_size(options)
-    input_len = options.random_input_len if options.input_len is None else options.input_len
-    output_len = options.random_output_len if options.output_len is None else options.output_len
     added = len(tokenizer.encode(""))  # special tokens that the server will put around the prompt
-    low_in, high_in = _bounds(input_len, _ratio(options, "input"), "--random-input-len")
-    low_out, high_out = _bounds(output_len, _ratio(options, "output"), "--random-output-len")
+    low_in, high_in = _input_bounds(options)
+    low_out, high_out = _output_bounds(options)
     prefix = texts.draw(options.random_prefix_len)
     samples = []
     for _ in range(options.num_prompts):
@@ -140,9 +150,8 @@ def random_rerank_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list
     random = Random(options.seed)
     texts = RandomTexts(tokenizer, random)
     batch = _batch_size(options)
-    input_len = options.random_input_len if options.input_len is None else options.input_len
     added = len(tokenizer.encode(""))
-    low, high = _bounds(input_len, _ratio(options, "input"), "--random-input-len")
+    low, high = _input_bounds(options)
     samples = []
     for _ in range(options.num_prompts):
         lengths = [max(2, random.randint(low, high) - added) for _ in range(batch)]
@@ -169,6 +178,16 @@ def _ratio(options: DatasetOptions, side: str) -> float:
             f"--random-range-ratio must be at least 0 and below 1, got {ratio}", param="random_range_ratio"
         )
     return float(ratio)
+
+
+def _input_bounds(options: DatasetOptions) -> tuple[int, int]:
+    length = options.random_input_len if options.input_len is None else options.input_len
+    return _bounds(length, _ratio(options, "input"), "--random-input-len")
+
+
+def _output_bounds(options: DatasetOptions) -> tuple[int, int]:
+    length = options.random_output_len if options.output_len is None else options.output_len
+    return _bounds(length, _ratio(options, "output"), "--random-output-len")
 
 
 def _bounds(length: int, ratio: float, name: str) -> tuple[int, int]:
@@ -204,7 +223,7 @@ def prefix_repetition_samples(tokenizer: Tokenizer, options: DatasetOptions) -> 
 
 def sharegpt_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
     """The first question of each recorded conversation; its answer says how much to ask for."""
-    path = _path(options, "the ShareGPT JSON file")
+    path = _path(options, OF_FILES["sharegpt"])
     entries = _read_json(path)
     pairs = [
         (str(turns[0].get("value", "")), str(turns[1].get("value", "")))
@@ -230,7 +249,7 @@ def sharegpt_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Samp
 
 def custom_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
     """JSON lines with "prompt" and, where --custom-output-len is -1, "output_tokens"."""
-    path = _path(options, "a JSONL file")
+    path = _path(options, OF_FILES["custom"])
     lines = list(_read_lines(path))
     if not options.disable_shuffle:
         Random(options.seed).shuffle(lines)
@@ -337,6 +356,7 @@ DATASETS: dict[str, Callable[[Tokenizer, DatasetOptions], list[Sample]]] = {
     "custom": custom_samples,
     "prefix_repetition": prefix_repetition_samples,
 }
+OF_FILES = {"sharegpt": "the ShareGPT JSON file", "custom": "a JSONL file"}
 # Names that other tools of this kind know.
 LATER = (
     "burstgpt", "hf", "random-mm", "custom_audio", "custom_image", "custom_mm", "spec_bench",

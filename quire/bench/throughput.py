@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from quire.base.clock import now
-from quire.bench.datasets import Sample, make_samples
+from quire.bench.datasets import DatasetOptions, Sample, check_options, make_samples
 from quire.bench.flags import add_dataset_flags, check_dataset, dataset_options
 from quire.bench.latency import write_json
 from quire.bench.load import run_async
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     add("--output-json", default=None, help="file for the result")
     args = parser.parse_args(arguments)
     check_dataset(args.dataset_name, batch_size=args.random_batch_size)
+    check_options(_dataset(args))
     if args.n < 1:
         raise InputError(f"--n must be at least 1, got {args.n}", param="n")
     if args.prefix_len is not None:
@@ -56,8 +57,11 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def samples_for(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
-    rendered = args.backend == "vllm" and not args.skip_chat_template
-    return make_samples(tokenizer, dataset_options(args, apply_chat_template=rendered))
+    return make_samples(tokenizer, _dataset(args))
+
+
+def _dataset(args: argparse.Namespace) -> DatasetOptions:
+    return dataset_options(args, apply_chat_template=args.backend == "vllm" and not args.skip_chat_template)
 
 
 def params_for(args: argparse.Namespace, sample: Sample, kind: RequestOutputKind) -> SamplingParams:

@@ -9,11 +9,15 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.checkpoint.limits import shown
 from quire.checkpoint.source import read_json
 from quire.schema.errors import CheckpointError, NotBuiltError
+
+if TYPE_CHECKING:
+    from quire.base.name_pattern import NamePattern
 
 KEY = "quantization_config"
 FAMILIES = {  # names that checkpoints and options use -> the family whose tensors are read
@@ -69,6 +73,7 @@ class Quantization:
     codes: CodeNumbers = CodeNumbers()
     zeros_from_one: bool = False  # stored zero points are one too small (GPTQ's first version)
     rules: tuple[tuple[str, CodeNumbers | None], ...] = ()  # (pattern of a module's name, its numbers; None: plain)
+    named: Mapping[str, CodeNumbers] = field(default_factory=dict)  # by module
     block: tuple[int, int] | None = None  # rows and columns that share a scale
     static_inputs: bool = False  # inputs are rounded with a scale of the file
     input_form: str = "none"  # what inputs are rounded to: none | fp8 | fp4 | int8
@@ -76,9 +81,9 @@ class Quantization:
 
     def numbers_of(self, module: str) -> CodeNumbers:
         for pattern, numbers in self.rules:
-            if numbers is not None and re.match(pattern, module):
+            if numbers is not None and matches_pattern(pattern, module):
                 return numbers
-        return self.codes
+        return self.named.get(module, self.codes)
 
 
 def add_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -225,9 +230,9 @@ def _gptq(name: str, settings: Mapping[str, Any]) -> Quantization:
             f"GPTQ checkpoints of format {form!r} are not built; gptq and gptq_v2 are", param="quantization", value=form
         )
     codes = _codes("gptq", settings)
-    rules = (*_dynamic_rules(settings.get("dynamic"), codes), *_named_rules(settings.get("extra_config"), codes))
+    rules, named = _dynamic_rules(settings.get("dynamic"), codes), _named(settings.get("extra_config"), codes)
     v1 = form == "gptq" and name != "gptq_v2"
-    return Quantization(name, "gptq", codes, zeros_from_one=v1, rules=rules)
+    return Quantization(name, "gptq", codes, zeros_from_one=v1, rules=rules, named=named)
 
 
 def _awq(name: str, settings: Mapping[str, Any]) -> Quantization:
@@ -237,7 +242,7 @@ def _awq(name: str, settings: Mapping[str, Any]) -> Quantization:
             f"AWQ checkpoints of version {version!r} are not built; gemm is", param="quantization", value=version
         )
     codes = _codes("awq", settings, CodeNumbers(symmetric=False))
-    return Quantization(name, "awq", codes, rules=_named_rules(settings.get("extra_config"), codes, "awq"))
+    return Quantization(name, "awq", codes, named=_named(settings.get("extra_config"), codes, "awq"))
 
 
 def _dynamic_rules(settings: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNumbers | None], ...]:
@@ -249,14 +254,15 @@ def _dynamic_rules(settings: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNu
     return tuple(rules)
 
 
-def _named_rules(settings: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[tuple[str, CodeNumbers | None], ...]:
+def _named(settings: Any, codes: CodeNumbers, family: str = "gptq") -> dict[str, CodeNumbers]:
     """AutoRound: names of modules, and their numbers; 16 bits are plain."""
-    rules = []
+    named = {}
     for module, changes in _mapping("extra_config", settings).items():
         inner = _mapping(f"extra_config {module}", changes)
         plain = isinstance(inner.get("bits"), int) and inner["bits"] >= 16
-        rules.append((re.escape(module) + r"\Z", None if plain else _codes(family, inner, codes)))
-    return tuple(rules)
+        if not plain:
+            named[module] = _codes(family, inner, codes)
+    return named
 
 
 def _mapping(what: str, settings: Any) -> Mapping[str, Any]:
@@ -269,12 +275,25 @@ def _mapping(what: str, settings: Any) -> Mapping[str, Any]:
     return settings
 
 
+def matches_pattern(pattern: str, module: str) -> bool:
+    """Whether a module's name begins so. The pattern is the checkpoint's author's: it is matched in bounded time."""
+    try:
+        return _made_pattern(pattern).matches(module)
+    except ValueError as wrong:
+        raise CheckpointError(f"{KEY}: {shown(pattern)} is not a usable pattern: {wrong}") from None
+
+
+@lru_cache(maxsize=2 * _MOST_RULES)
+def _made_pattern(text: str) -> "NamePattern":
+    from quire.base.name_pattern import NamePattern  # lazy
+
+    return NamePattern(text)
+
+
 def _pattern(text: str) -> str:
     try:
-        if len(text) > _LONGEST_RULE:
-            raise re.error("it is too long")
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError) as wrong:
+        _made_pattern(text)
+    except ValueError as wrong:
         raise CheckpointError(f"{KEY}: {shown(text)} is not a usable pattern: {wrong}") from None
     return text
 

@@ -54,7 +54,7 @@ class CommandTable(dict[str, Command]):
             return f"'{name}' is not built yet. {known}"
         near = difflib.get_close_matches(name, self, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        return f"unknown {self.kind} '{name}'{hint} {known}"
+        return f"unknown {self.kind} '{name}'{hint or '.'} {known}"
 
     def _summaries(self) -> dict[str, str]:
         return {name: command.summary for name, command in self.items()}

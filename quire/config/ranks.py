@@ -210,6 +210,26 @@ def _check_copies(config: EngineConfig) -> None:
     )
 
 
+def check_shares(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """As far as the configuration tells, before a process is started for each rank; layers say it exactly when they are
+    built."""
+    facts, parallel = config.model_config.facts, config.parallel_config
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if facts.num_heads and facts.num_heads % ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={ranks}: {facts.num_heads} heads cannot be shared out among {ranks} ranks",
+            param="tensor_parallel_size",
+            value=ranks,
+        )
+    if facts.num_layers and stages > facts.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} is more than the model's {facts.num_layers} layers",
+            param="pipeline_parallel_size",
+            value=stages,
+        )
+    return config
+
+
 def spread_experts(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """Whether the ranks of all engines divide a mixture's experts among themselves, and run every step together."""
     parallel = config.parallel_config

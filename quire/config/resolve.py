@@ -30,7 +30,7 @@ from quire.config.graphs import choose_graphs
 from quire.config.model import ModelConfig
 from quire.config.outside import registered
 from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
-from quire.config.ranks import check_ranks, divide_contexts, spread_experts
+from quire.config.ranks import check_ranks, check_shares, divide_contexts, spread_experts
 from quire.config.rounding import ONLINE, ONLINE_ONLY, online_form
 from quire.config.sampling import choose_sampling
 from quire.schema.errors import CheckpointError, ConfigError, InputError, ModelNotFoundError, NotBuiltError
@@ -676,6 +676,7 @@ STEPS: tuple[Step, ...] = (
     find_model,
     find_tokenizer,
     read_model,
+    check_shares,
     choose_runner,
     choose_harmony,
     choose_storage,
@@ -703,9 +704,9 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    check_ranks, check_engines, choose_drafts, configure_drafter, check_encoder_decoder, choose_pooling_steps,
-    choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler, choose_scheduling,
-    choose_graphs, choose_cache, divide_contexts, spread_experts,
+    check_ranks, check_engines, check_shares, choose_drafts, configure_drafter, check_encoder_decoder,
+    choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler,
+    choose_scheduling, choose_graphs, choose_cache, divide_contexts, spread_experts,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

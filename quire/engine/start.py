@@ -51,8 +51,11 @@ def start_engine(
     began = now()
     scheduler_class = _scheduler_class(config)  # located before the model is loaded, as are addresses for events
     kv_events = _event_publisher(config)
+    trial = _media_trial(config)
     executor = make_executor(config)
     try:
+        if trial is not None:
+            trial.result()
         laps.mark("device")
         media = _largest_media(config)
         infos = executor.ask(WorkerProtocol.load)
@@ -96,6 +99,18 @@ def start_engine(
     if config.observability_config.collect_detailed_traces:
         loop.charge = Charge(scheduler.requests)
     return Started(loop, ready)
+
+
+def _media_trial(config: EngineConfig) -> Future[None] | None:
+    """Of a model that takes media: whether it can, before it is loaded."""
+    model = config.model_config
+    options = model.multimodal_config
+    if not model.facts.modalities or (options is not None and options.language_model_only):
+        return None
+    from quire.engine.media_trial import begin_trial  # lazy
+
+    trial: Future[None] = begin_trial(model)
+    return trial
 
 
 def _largest_media(config: EngineConfig) -> Future[tuple[MediaItem, ...]] | None:

@@ -18,11 +18,15 @@ def check_complete(path: str, missing: list[str], unexpected: list[str]) -> None
     """CheckpointError if a checkpoint has too few or too many tensors for its architecture."""
     problems = []
     if missing:
-        problems.append(f"{len(missing)} tensors are missing ({by_layer(missing)})")
+        problems.append(f"{_tensors(missing, 'is', 'are')} missing ({by_layer(missing)})")
     if unexpected:
-        problems.append(f"{len(unexpected)} have no place in it ({by_layer(unexpected)})")
+        problems.append(f"{_tensors(unexpected, 'has', 'have')} no place in it ({by_layer(unexpected)})")
     if problems:
         raise CheckpointError(f"{path} does not fit its architecture: " + "; ".join(problems))
+
+
+def _tensors(names: list[str], one: str, several: str) -> str:
+    return f"1 tensor {one}" if len(names) == 1 else f"{len(names)} tensors {several}"
 
 
 def by_layer(names: Iterable[str]) -> str:

@@ -195,4 +195,6 @@ def _of_array(value: Any, options: Mapping[str, Any] | None) -> Image:
 
 
 def _short(wrong: Exception) -> str:
+    if type(wrong).__name__ == "UnidentifiedImageError":  # it tells where a buffer lies in memory
+        return "it has none of the formats"
     return f"{type(wrong).__name__}: {wrong}"[:200]

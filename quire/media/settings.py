@@ -19,6 +19,7 @@ from quire.schema.errors import CheckpointError, InputError
 _MOST_BYTES = 1 << 20
 _PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
 _FILTERS = range(6)
+_MOST_LEVEL, _LEAST_DEVIATION = 1e3, 1e-3  # of pixels, so that what follows stays numbers
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class ProcessorFiles:
         """Of config.json."""
         return _section(self.config, name)
 
+    def numbers(self, section: str = "") -> Settings:
+        """What config.json, or a section of it, says; checked as settings are."""
+        return Settings(self.section(section) if section else self.config, place=section or "config.json")
+
     @property
     def is_found(self) -> bool:
         return bool(self.processor) or any(self.parts.values())
@@ -86,6 +91,7 @@ class Settings:
 
     values: Mapping[str, Any]
     further: frozenset[str] = frozenset()  # known names without a value
+    place: str = "the media processor"  # of which errors tell
 
     @classmethod
     def of(cls, defaults: Mapping[str, Any], own: Mapping[str, Any], further: Iterable[str] = ()) -> Settings:
@@ -118,35 +124,37 @@ class Settings:
         return default if value is None else value
 
     def whole(self, name: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31) -> int:
-        return _whole(name, self.get(name, default), low, high)
+        return self._whole(name, self.get(name, default), low, high)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise _wrong(name, "true or false", value)
+            raise self._wrong(name, "true or false", value)
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float, *, high: float = math.inf) -> float:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise _wrong(name, "a positive number", value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= high or value == math.inf:
+            expected = "a positive number" if high == math.inf else f"a positive number up to {high:g}"
+            raise self._wrong(name, expected, value)
         return float(value)
 
     def filter(self, default: int) -> int:
         """Pillow's number of a resampling filter."""
         value = self.get("resample", default)
         if isinstance(value, bool) or not isinstance(value, int) or value not in _FILTERS:
-            raise _wrong("resample", "a filter number from 0 to 5", value)
+            raise self._wrong("resample", "a filter number from 0 to 5", value)
         return value
 
     def edges(self, name: str) -> dict[str, int]:
         """A size: {"height", "width"}, {"shortest_edge"}, {"shortest_edge", "longest_edge"}, or one number."""
         value = self.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
-            return {"shortest_edge": _whole(name, value, 1, 1 << 31)}
+            return {"shortest_edge": self._whole(name, value, 1, 1 << 31)}
         if not isinstance(value, Mapping):
-            raise _wrong(name, "a mapping with height and width, or with shortest_edge", value)
-        return {str(key): _whole(f"{name}.{key}", edge, 1, 1 << 31) for key, edge in value.items() if edge is not None}
+            raise self._wrong(name, "a mapping with height and width, or with shortest_edge", value)
+        edges = {str(key): edge for key, edge in value.items() if edge is not None}
+        return {key: self._whole(f"{name}.{key}", edge, 1, 1 << 31) for key, edge in edges.items()}
 
     def box(self, name: str) -> Size:
         """A size that is a height and a width."""
@@ -155,10 +163,10 @@ class Settings:
             return edges["height"], edges["width"]
         if (edge := edges.get("shortest_edge", edges.get("longest_edge"))) is not None:
             return edge, edge
-        raise _wrong(name, "a mapping with height and width", self.get(name))
+        raise self._wrong(name, "a mapping with height and width", self.get(name))
 
     def levels(self) -> Levels:
-        scale = self.number("rescale_factor", 1 / 255) if self.flag("do_rescale", True) else None
+        scale = self.number("rescale_factor", 1 / 255, high=_MOST_LEVEL) if self.flag("do_rescale", True) else None
         if not self.flag("do_normalize", True):
             return Levels(scale)
         return Levels(scale, self._channels("image_mean"), self._channels("image_std"))
@@ -167,19 +175,20 @@ class Settings:
         value = self.get(name)
         values = [value] * 3 if isinstance(value, (int, float)) else value
         if not isinstance(values, (list, tuple)) or len(values) != 3:
-            raise _wrong(name, "three numbers", value)
+            raise self._wrong(name, "three numbers", value)
         if any(isinstance(part, bool) or not isinstance(part, (int, float)) for part in values):
-            raise _wrong(name, "three numbers", value)
+            raise self._wrong(name, "three numbers", value)
         if name == "image_std" and not all(values):
-            raise _wrong(name, "three numbers other than 0", value)
+            raise self._wrong(name, "three numbers other than 0", value)
+        least = _LEAST_DEVIATION if name == "image_std" else 0
+        if not all(least <= abs(part) <= _MOST_LEVEL for part in values):
+            raise self._wrong(name, f"three numbers whose size is from {least:g} to {_MOST_LEVEL:g}", value)
         return tuple(float(part) for part in values)
 
+    def _whole(self, name: str, value: Any, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._wrong(name, f"a whole number from {low} to {high}", value)
+        return value
 
-def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _wrong(name, f"a whole number from {low} to {high}", value)
-    return value
-
-
-def _wrong(name: str, expected: str, value: Any) -> InputError:
-    return InputError(f"{name} of the media processor must be {expected}, got {value!r:.100}", param=name)
+    def _wrong(self, name: str, expected: str, value: Any) -> InputError:
+        return InputError(f"{name} of {self.place} must be {expected}, got {value!r:.100}", param=name)

@@ -373,8 +373,8 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "edit", "config", "error", "words"),
     [
-        ("eagle", lambda t: t.pop("fc.weight"), {}, CheckpointError, "1 tensors are missing .fc.weight"),
-        ("eagle", lambda t: t.update(more=torch.ones(2)), {}, CheckpointError, "1 have no place in it .more"),
+        ("eagle", lambda t: t.pop("fc.weight"), {}, CheckpointError, "1 tensor is missing .fc.weight"),
+        ("eagle", lambda t: t.update(more=torch.ones(2)), {}, CheckpointError, "1 tensor has no place in it .more"),
         ("eagle3", lambda t: t.update(d2t=t["d2t"] + 300), {}, CheckpointError, "'d2t' names the tokens .* has 320"),
         ("eagle3", lambda t: None, {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, ConfigError, "in rising order"),
         ("eagle3", lambda t: None, {"eagle_aux_hidden_state_layer_ids": [1, 7]}, ConfigError, "model, which has 7"),

@@ -180,7 +180,7 @@ def test_errors_name_tensors_layer_by_layer():
     assert by_layer(names[:1]) == names[0]
     assert by_layer([f"h.{i}.w{i}" for i in range(9)]).endswith("other sets of names in 5 more layers")
     with pytest.raises(
-        CheckpointError, match=r"x does not fit .*: 1 tensors are missing \(a\); 1 have no place in it \(b\)"
+        CheckpointError, match=r"x does not fit .*: 1 tensor is missing \(a\); 1 tensor has no place in it \(b\)"
     ):
         check_complete("x", ["a"], ["b"])
 

@@ -142,7 +142,7 @@ def test_missing_tensors_are_named(tiny, tmp_path):
         del state["model.layers.2.mlp.experts.3.up_proj.weight"]
 
     said = broken(tiny, tmp_path, change)
-    assert "1 tensors are missing (model.layers.2.mlp.experts.3.up_proj.weight)" in said
+    assert "1 tensor is missing (model.layers.2.mlp.experts.3.up_proj.weight)" in said
 
 
 def test_many_missing_tensors_are_counted(tiny, tmp_path):
@@ -156,7 +156,7 @@ def test_many_missing_tensors_are_counted(tiny, tmp_path):
 
 def test_unexpected_tensors_are_named(tiny, tmp_path):
     said = broken(tiny, tmp_path, lambda state: state.update({"model.layers.0.odd": torch.ones(2)}))
-    assert "1 have no place in it (model.layers.0.odd)" in said
+    assert "1 tensor has no place in it (model.layers.0.odd)" in said
 
 
 def test_wrong_shapes_are_named(tiny, tmp_path):

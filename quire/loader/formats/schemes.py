@@ -7,12 +7,11 @@ the one that names the module. Must not know: shapes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from quire.checkpoint.quantization import Quantization
+from quire.checkpoint.quantization import Quantization, matches_pattern
 from quire.loader.formats.parts import Parts
 from quire.quant.coded import PLAIN_INPUT, InputCoding
 
@@ -48,7 +47,7 @@ def weight_schemes(about: Quantization, form: str, bits: int | None = None) -> l
 def names_module(scheme: Mapping[str, Any], module: str) -> bool:
     """Of compressed-tensors, whose targets are names or patterns of names; one may be a class, which names nothing."""
     return any(
-        re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+        matches_pattern(target[3:], module) if target.startswith("re:") else target == module
         for target in scheme.get("targets") or ()
     )
 

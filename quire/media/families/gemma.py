@@ -29,7 +29,7 @@ _STEPS = {
     "do_convert_rgb": True,
 }
 _CROPS = "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate"
-_MOST_CROPS = 64
+_MOST_CROPS, _MOST_SIDE = 64, 4096
 _SPEECH = {
     "feature_size": 128, "sampling_rate": 16000, "frame_length_ms": 32.0, "hop_length_ms": 10.0, "min_frequency": 125.0,
     "max_frequency": 7600.0, "preemphasis": 0.97, "preemphasis_htk_flavor": True, "fft_overdrive": True, "dither": 0.0,
@@ -185,8 +185,9 @@ class PaliGemma(Family):
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
-        side = files.vision.get("image_size") or 224
-        patch = files.vision.get("patch_size") or 14
+        vision = files.numbers("vision_config")
+        side = vision.whole("image_size", 224, high=_MOST_SIDE)
+        patch = vision.whole("patch_size", 14, high=side)
         defaults = {**_STEPS, "size": {"height": side, "width": side}, "resample": BICUBIC}
         self.image = self.settings("image", defaults, "image_seq_length")
         self.num = self.image.whole("image_seq_length", (side // patch) ** 2, high=1 << 16)

@@ -4,7 +4,7 @@ pair of a video's frames is written behind it."""
 from __future__ import annotations
 
 from quire.media import pixels
-from quire.media.families.qwen import FPS, STEPS, Qwen2VL
+from quire.media.families.qwen import FPS, STEPS, Qwen2VL, geometry
 from quire.media.pixels import Size
 from quire.media.settings import Settings
 from quire.media.video import Video
@@ -24,10 +24,9 @@ class Glm4v(Qwen2VL):
     def _size(self, size: Size, settings: Settings, frames: int) -> Size:
         if not settings.flag("do_resize", True):
             return size
-        factor = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64)
-        depth = settings.whole("temporal_patch_size", high=64)
-        size = pixels.at_least(size, factor)
-        return pixels.rounded_size(size, factor, *self._limits(settings), frames=max(frames, depth), group=depth)
+        patch, merge, depth = geometry(settings)
+        size = pixels.at_least(size, patch * merge)
+        return pixels.rounded_size(size, patch * merge, *self._limits(settings), frames=max(frames, depth), group=depth)
 
     def _video_text(self, video: Video, num: int, each: int, depth: int) -> str:
         times = [index / (video.fps or FPS) for index in video.indices][::2][:num]

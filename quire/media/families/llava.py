@@ -29,7 +29,8 @@ IMAGE = {
     "image_std": CLIP_STD,
     "do_convert_rgb": True,
 }
-_MOST_CHOICES = 256
+_MOST_CHOICES, _MOST_SIDE, MOST_VECTORS = 256, 16384, 1 << 16
+_ANYRES = "anyres_max_"
 
 
 def resized(image: Image, settings: Settings) -> Array:
@@ -63,11 +64,12 @@ class ClipTokens:
 
     def __init__(self, files: ProcessorFiles) -> None:
         config, vision, own = files.config, files.vision, files.processor
-        self.patch = Settings.of({"patch_size": vision.get("patch_size")}, own).whole("patch_size")
+        self.patch = Settings.of({"patch_size": vision.get("patch_size")}, own).whole("patch_size", high=_MOST_SIDE)
         strategy = own.get("vision_feature_select_strategy") or config.get("vision_feature_select_strategy")
         has_class = "clip" in str(vision.get("model_type", "")) and "siglip" not in str(vision.get("model_type", ""))
         further = own.get("num_additional_image_tokens")
-        self.further = int(has_class) if further is None else Settings(own).whole("num_additional_image_tokens", low=0)
+        name = "num_additional_image_tokens"
+        self.further = int(has_class) if further is None else Settings(own).whole(name, low=0, high=MOST_VECTORS)
         self.fewer = int((strategy or "default") == "default")
 
     def of(self, height: int, width: int) -> int:
@@ -138,22 +140,28 @@ def tiled(image: Image, choices: list[list[int]], whole: Size, tile: int, settin
     ]
     parts = [pixels.resize(image, whole, filter_), *parts]
     check_crops([size_after(part, settings) for part in parts], "image_grid_pinpoints")
+    if settings.flag("do_resize", True):
+        check_crops([_scaled_size(part, settings) for part in parts], "image_grid_pinpoints")
     return parts
 
 
-def choices_of(settings: Settings) -> list[list[int]]:
-    value = settings.get("image_grid_pinpoints")
+def choices_of(settings: Settings, tile: int, *, whole_tiles: bool = False) -> list[list[int]]:
+    """(height, width) of at least one tile. `whole_tiles`: and of no part of one, for which there are no features."""
+    name, value = "image_grid_pinpoints", settings.get("image_grid_pinpoints")
     good = isinstance(value, (list, tuple)) and 0 < len(value) <= _MOST_CHOICES
     if not good or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value):
-        raise InputError(f"image_grid_pinpoints must be 1 to {_MOST_CHOICES} pairs of height and width", param="image")
-    checked = [[_side(side) for side in pair] for pair in value]
+        raise InputError(
+            f"{name} must be 1 to {_MOST_CHOICES} pairs of height and width, got {value!r:.100}", param=name
+        )
+    checked = [[Settings({name: side}).whole(name, high=_MOST_SIDE) for side in pair] for pair in value]
+    for tall, wide in checked:
+        is_cut = whole_tiles and (tall % tile or wide % tile)
+        if is_cut or min(tall, wide) < tile or -(-tall // tile) * -(-wide // tile) > pixels.MOST_TILES:
+            raise InputError(
+                f"{name} has {tall}x{wide} pixels; expected 1 to {pixels.MOST_TILES} whole tiles of {tile}x{tile}",
+                param=name,
+            )
     return checked
-
-
-def _side(side: Any) -> int:
-    if isinstance(side, bool) or not isinstance(side, int) or not 1 <= side <= 16384:
-        raise InputError(f"image_grid_pinpoints has the side {side!r:.60}; it must be 1 to 16384", param="image")
-    return side
 
 
 def unpadded(size: Size, grid: int, target: Size, side: Size) -> Size:
@@ -167,6 +175,16 @@ def unpadded(size: Size, grid: int, target: Size, side: Size) -> Size:
         inner = int(round(width * (rows / height), 7))
         columns -= (columns - inner) // 2 * 2
     return rows, columns
+
+
+def is_chosen(files: ProcessorFiles) -> bool:
+    """The files say which resolutions there are."""
+    own = files.parts.get("image", {}).get("image_grid_pinpoints")
+    return own is not None or bool(files.config.get("image_grid_pinpoints"))
+
+
+def _tile(settings: Settings) -> int:
+    return (settings.box("crop_size") if "crop_size" in settings else settings.box("size"))[0]
 
 
 class LlavaNext(Llava):
@@ -183,6 +201,8 @@ class LlavaNext(Llava):
         ]
         defaults = {**IMAGE, "do_pad": True, "image_grid_pinpoints": pinpoints, **tower_size(files)}
         self.image = self.settings("image", defaults)
+        if is_chosen(files):
+            choices_of(self.image, _tile(self.image), whole_tiles=True)
 
     def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
         import numpy as np  # lazy
@@ -190,8 +210,12 @@ class LlavaNext(Llava):
         if modality != "image":
             raise self.refuse(modality)
         settings = self.image.over(options)
-        choices, whole = choices_of(settings), settings.box("size")
-        tile = settings.box("crop_size")[0] if "crop_size" in settings else whole[0]
+        whole, tile = settings.box("size"), _tile(settings)
+        choices = choices_of(settings, tile)
+        if self.tokens.patch > tile:
+            raise InputError(
+                f"patch_size is {self.tokens.patch}, more than a tile of {tile} pixels", param="patch_size"
+            )
         parts = tiled(value, choices, whole, tile, settings)
         levels = settings.levels()
         array = np.stack([levels.apply(resized(part, settings)) for part in parts])
@@ -213,23 +237,25 @@ class LlavaOneVision(Family):
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
-        side = files.vision.get("image_size") or 384
+        vision = files.numbers("vision_config")
+        side = vision.whole("image_size", 384, high=_MOST_SIDE)
         defaults = {
             **IMAGE, "do_center_crop": None, "crop_size": None, "do_pad": True,
             "size": {"height": side, "width": side},
             "image_grid_pinpoints": files.config.get("image_grid_pinpoints") or _onevision_choices(),
         }  # fmt: skip
         self.image = self.settings("image", defaults)
+        if is_chosen(files):
+            choices_of(self.image, self.image.box("size")[0], whole_tiles=True)
         self.video = self.settings("video", {key: defaults[key] for key in (*IMAGE, "do_pad")}, "num_frames", "fps")
-        patch = files.vision.get("patch_size") or 14
         own = self.processor({
-            "num_image_tokens": (side // patch) ** 2,
+            "num_image_tokens": (side // vision.whole("patch_size", 14, high=side)) ** 2,
             "vision_aspect_ratio": files.config.get("vision_aspect_ratio") or "anyres_max_9",
             "vision_feature_select_strategy": files.config.get("vision_feature_select_strategy") or "full",
         })  # fmt: skip
-        self.num = own.whole("num_image_tokens")
+        self.num = own.whole("num_image_tokens", high=MOST_VECTORS)
         self.fewer = int(own.get("vision_feature_select_strategy") == "default")
-        self.most = int(str(own.get("vision_aspect_ratio")).removeprefix("anyres_max_") or 9)
+        self.most = _most_squares(own)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
         if modality == "video":
@@ -243,7 +269,8 @@ class LlavaOneVision(Family):
 
         is_alone = count == 1
         settings = self.image.over(options)
-        choices, whole = choices_of(settings), settings.box("size")
+        whole = settings.box("size")
+        choices = choices_of(settings, whole[0])
         parts = tiled(image, choices, whole, whole[0], settings) if is_alone else [image]
         levels = settings.levels()
         array = np.stack([levels.apply(resized(part, settings)) for part in parts])
@@ -267,18 +294,37 @@ class LlavaOneVision(Family):
 
         settings = self.video.over(options)
         levels = settings.levels()
-        sizes = [size_after(frame, settings) for frame in frames]
-        check_frames(sizes)
-        if len(several := sorted(set(sizes))) > 1:
-            first, other = (f"{width}x{height}" for height, width in several[:2])
-            raise InputError(
-                f"the frames of the video have different sizes once they are resized: {first} and {other} pixels",
-                param="multi_modal_data",
-            )
+        check_resized(frames, settings)
         array = np.stack([levels.apply(resized(frame, settings)) for frame in frames])
         side = math.ceil(int(math.sqrt(self.num)) / 2)
         num = len(frames) * side * side + 1
         return ProcessedItem({"pixel_values_videos": array[None]}, self.placeholders["video"] * num, num)
+
+
+def check_resized(frames: list[Image], settings: Settings) -> None:
+    """Before anything is resized: of one size then, and not too large together, cropped or not yet."""
+    sizes = [size_after(frame, settings) for frame in frames]
+    check_frames(sizes)
+    if len(several := sorted(set(sizes))) > 1:
+        first, other = (f"{width}x{height}" for height, width in several[:2])
+        raise InputError(
+            f"the frames of the video have different sizes once they are resized: {first} and {other} pixels",
+            param="multi_modal_data",
+        )
+    if settings.flag("do_resize", True):
+        check_frames([_scaled_size(frame, settings) for frame in frames])
+
+
+def _most_squares(settings: Settings) -> int:
+    """As `anyres_max_9` says: features of more squares than nine are made fewer."""
+    value = settings.get("vision_aspect_ratio")
+    digits = value.removeprefix(_ANYRES) if isinstance(value, str) else ""
+    if not digits.isdecimal() or len(digits) > 4 or not 1 <= int(digits) <= pixels.MOST_TILES:
+        raise InputError(
+            f"vision_aspect_ratio is {value!r:.60}; it must be {_ANYRES} and a number from 1 to {pixels.MOST_TILES}",
+            param="vision_aspect_ratio",
+        )
+    return int(digits)
 
 
 def _onevision_choices() -> list[list[int]]:

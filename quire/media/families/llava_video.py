@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.media.families.base import ProcessedItem
-from quire.media.families.llava import IMAGE, Llava, LlavaNext, resized, size_after, tower_size
-from quire.media.images import check_frames
+from quire.media.families.llava import IMAGE, Llava, LlavaNext, check_resized, resized, tower_size
 from quire.media.settings import ProcessorFiles
-from quire.schema.errors import InputError
 
 
 class LlavaNextVideo(LlavaNext):
@@ -27,14 +25,7 @@ class LlavaNextVideo(LlavaNext):
         if modality != "video":
             return super().process(modality, value, options, count)
         settings = self.video.over(options)
-        sizes = [size_after(frame, settings) for frame in value.frames]
-        check_frames(sizes)
-        if len(several := sorted(set(sizes))) > 1:
-            first, other = (f"{width}x{height}" for height, width in several[:2])
-            raise InputError(
-                f"the frames of the video have different sizes once they are resized: {first} and {other} pixels",
-                param="multi_modal_data",
-            )
+        check_resized(value.frames, settings)
         levels = settings.levels()
         array = np.stack([levels.apply(resized(frame, settings)) for frame in value.frames])
         height, width = array.shape[-2:]

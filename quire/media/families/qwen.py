@@ -32,6 +32,13 @@ STEPS = {
 _PIXELS = ("min_pixels", "max_pixels")
 _FRAMES = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
 FPS = 24.0  # of a video that does not say
+_MOST_DEPTH = 4  # frames that are merged in time: the pixels of an image are repeated as often
+
+
+def geometry(settings: Settings) -> tuple[int, int, int]:
+    """Pixels of a patch, patches along a side of what is merged, and frames."""
+    patch, merge = settings.whole("patch_size", high=1024), settings.whole("merge_size", high=64)
+    return patch, merge, settings.whole("temporal_patch_size", high=_MOST_DEPTH)
 
 
 class Qwen2VL(FamilyByModality):
@@ -55,9 +62,10 @@ class Qwen2VL(FamilyByModality):
     def _image(self, image: Image, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
 
+        _, merge, _ = geometry(settings)
         size = self._size((image.height, image.width), settings, 1)
         flat, grid = self._patches(self._bytes([image], size, settings), settings)
-        num = grid[1] * grid[2] // settings.whole("merge_size") ** 2
+        num = grid[1] * grid[2] // merge**2
         arrays = {"pixel_values": flat, "image_grid_thw": np.array([grid], np.int64), **self._further(settings)}
         return ProcessedItem(arrays, self.placeholders["image"] * num, num)
 
@@ -68,11 +76,10 @@ class Qwen2VL(FamilyByModality):
     def _video(self, video: Video, settings: Settings) -> ProcessedItem:
         import numpy as np  # lazy
 
-        first = video.frames[0]
+        first, (patch, merge, depth) = video.frames[0], geometry(settings)
         size = self._size((first.height, first.width), settings, len(video.frames))
         bytes_ = self._bytes(video.frames, size, settings)
         flat, grid = self._patches(bytes_, settings)
-        merge, depth = settings.whole("merge_size"), settings.whole("temporal_patch_size")
         each = grid[1] * grid[2] // merge**2
         fps = self._used_fps(video)
         arrays = {
@@ -81,8 +88,7 @@ class Qwen2VL(FamilyByModality):
             "second_per_grid_ts": np.array([depth / fps], np.float32),
         }
         if self.prunes_video and self.video_pruning_rate:
-            side = settings.whole("patch_size") * merge
-            numbers = pixels.least_changed(bytes_, side, depth, self.video_pruning_rate)
+            numbers = pixels.least_changed(bytes_, patch * merge, depth, self.video_pruning_rate)
             return ProcessedItem(arrays | {KEPT: numbers}, self.placeholders["video"] * len(numbers), len(numbers))
         return ProcessedItem(arrays, self._video_text(video, grid[0], each, depth), grid[0] * each)
 
@@ -103,8 +109,8 @@ class Qwen2VL(FamilyByModality):
     def _size(self, size: Size, settings: Settings, frames: int) -> Size:
         if not settings.flag("do_resize", True):
             return size
-        factor = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64)
-        return pixels.rounded_size(size, factor, *self._limits(settings))
+        patch, merge, _ = geometry(settings)
+        return pixels.rounded_size(size, patch * merge, *self._limits(settings))
 
     def _bytes(self, frames: list[Image], size: Size, settings: Settings) -> Array:
         import numpy as np  # lazy
@@ -115,9 +121,9 @@ class Qwen2VL(FamilyByModality):
         import numpy as np  # lazy
 
         levels, num = settings.levels(), len(bytes_)
-        patch, merge = settings.whole("patch_size"), settings.whole("merge_size")
+        patch, merge, depth = geometry(settings)
         # Bytes are put in order, a quarter of what floats are; and an image once, though it is its next frame too.
-        depth, channels = settings.whole("temporal_patch_size"), len(bytes_[0])
+        channels = len(bytes_[0])
         flat, grid = pixels.patches(bytes_, patch, merge, 1 if num == 1 else depth)
         floats = levels.apply(flat.reshape(len(flat), channels, -1, patch))
         if num == 1 and depth > 1:
@@ -136,11 +142,10 @@ class Qwen3VL(Qwen2VL):
     def _size(self, size: Size, settings: Settings, frames: int) -> Size:
         if frames == 1:
             return super()._size(size, settings, frames)
-        factor = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64)
-        size = pixels.at_least(size, factor)
+        patch, merge, depth = geometry(settings)
+        size = pixels.at_least(size, patch * merge)
         fewest, most = self._limits(settings)
-        depth = settings.whole("temporal_patch_size")
-        return pixels.rounded_size(size, factor, fewest, most, frames=frames, group=depth)
+        return pixels.rounded_size(size, patch * merge, fewest, most, frames=frames, group=depth)
 
     def _video_text(self, video: Video, num: int, each: int, depth: int) -> str:
         indices = list(video.indices)
@@ -179,7 +184,8 @@ class PaddleOCRVL(Qwen2VL):
         return f"<|IMAGE_START|>{self.placeholders[modality]}<|IMAGE_END|>"
 
     def _size(self, size: Size, settings: Settings, frames: int) -> Size:
-        side, (height, width) = settings.whole("patch_size", high=1024) * settings.whole("merge_size", high=64), size
+        (patch, merge, _), (height, width) = geometry(settings), size
+        side = patch * merge
         if height < side:
             height, width = side, round(width * side / height)
         if width < side:
@@ -187,6 +193,6 @@ class PaddleOCRVL(Qwen2VL):
         return super()._size((height, width), settings, frames)
 
     def _patches(self, bytes_: Array, settings: Settings) -> tuple[Array, tuple[int, int, int]]:
-        patch, single = settings.whole("patch_size"), Settings({**settings.values, "merge_size": 1}, settings.further)
+        (patch, _, _), single = geometry(settings), Settings({**settings.values, "merge_size": 1}, settings.further)
         flat, grid = super()._patches(bytes_, single)
         return flat.reshape(len(flat), -1, patch, patch), grid

@@ -16,6 +16,12 @@ EXTRACTOR = {
     "feature_size": 128, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400,
     "padding_value": 0.0,    "dither": 0.0, "return_attention_mask": True, "padding_side": "right",
 }  # fmt: skip
+_MOST_BINS = 1024
+
+
+def num_bins(config: Settings, default: int) -> int:
+    """As the encoder has them."""
+    return config.whole("num_mel_bins", default, high=_MOST_BINS)
 
 
 class WhisperFeatures:
@@ -25,7 +31,7 @@ class WhisperFeatures:
     def __init__(self, settings: Settings) -> None:
         rate, hop = settings.whole("sampling_rate", high=768_000), settings.whole("hop_length", high=1 << 16)
         self.mel = MelOptions(
-            bins=settings.whole("feature_size", high=1024),
+            bins=settings.whole("feature_size", high=_MOST_BINS),
             rate=rate,
             window=settings.whole("n_fft", high=1 << 16),
             hop=hop,
@@ -35,6 +41,11 @@ class WhisperFeatures:
             raise InputError(
                 f"the feature extractor hears {self.num_samples} samples at once (chunk_length x sampling_rate); the "
                 f"limit is {MOST_NUMBERS}"
+            )
+        if self.num_samples < hop:
+            raise InputError(
+                f"the feature extractor hears {self.num_samples} samples at once (chunk_length x sampling_rate), fewer "
+                f"than hop_length, which is {hop}"
             )
         check_transforms(self.num_samples // hop, self.mel.window, self.mel.bins)
 
@@ -55,9 +66,8 @@ class Qwen2Audio(Family):
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
-        audio = files.config.get("audio_config")
-        bins = audio.get("num_mel_bins") if isinstance(audio, Mapping) else None
-        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": bins or 128}, "n_samples", "nb_max_frames")
+        bins = num_bins(files.numbers("audio_config"), 128)
+        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": bins}, "n_samples", "nb_max_frames")
         self.features_of = WhisperFeatures(self.audio)
 
     def written(self, modality: str, number: int) -> str:
@@ -84,8 +94,8 @@ class Whisper(Family):
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
-        bins = files.config.get("num_mel_bins")
-        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": bins or 80}, "n_samples", "nb_max_frames")
+        bins = num_bins(files.numbers(), 80)
+        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": bins}, "n_samples", "nb_max_frames")
         self.features_of = WhisperFeatures(self.audio)
         self._check_config(files.config)
 

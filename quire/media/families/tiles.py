@@ -33,14 +33,15 @@ class Idefics3(Family):
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
-        side = files.vision.get("image_size") or 364
+        vision = files.numbers("vision_config")
+        side = vision.whole("image_size", 364, high=_MOST_EDGE)
         defaults = {
             **_STEPS, "size": {"longest_edge": 4 * side}, "resample": LANCZOS, "do_image_splitting": True,
             "do_pad": True,            "max_image_size": {"longest_edge": side},
         }  # fmt: skip
         self.image = self.settings("image", defaults, "video_sampling")
-        patch, scale = files.vision.get("patch_size") or 14, files.config.get("scale_factor") or 2
-        own = self.processor({"image_seq_len": int((side // patch) ** 2 / scale**2)})
+        patch, scale = vision.whole("patch_size", 14, high=side), files.numbers().whole("scale_factor", 2, high=64)
+        own = self.processor({"image_seq_len": (side // patch) ** 2 // scale**2})
         self.num = own.whole("image_seq_len", high=1 << 16)
 
     def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
@@ -128,7 +129,7 @@ class InternVL(Family):
         }  # fmt: skip
         self.image = Settings({**self.settings("image", defaults).values, "crop_to_patches": True})
         self.video = self.settings("video", defaults, "num_frames", "fps")
-        scale = files.config.get("downsample_ratio") or 0.5
+        scale = files.numbers().number("downsample_ratio", 0.5, high=1)
         own = self.processor({"image_seq_length": int((side // patch) ** 2 * scale**2)})
         self.num = own.whole("image_seq_length", high=1 << 16)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.media.audio import Audio, resample
 from quire.media.families.base import Family, ProcessedItem
-from quire.media.families.speech import EXTRACTOR, WhisperFeatures
+from quire.media.families.speech import EXTRACTOR, WhisperFeatures, num_bins
 from quire.media.mel import log_mel
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
@@ -25,7 +25,8 @@ class Ultravox(Family):
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
         audio, text = (files.section(name) for name in ("audio_config", "text_config"))
-        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": audio.get("num_mel_bins") or 80})
+        bins = num_bins(files.numbers("audio_config"), 80)
+        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": bins})
         self.features_of = WhisperFeatures(self.audio)
         own = self.processor(_PROCESSOR)
         stack = Settings({"stack_factor": files.config.get("stack_factor") or own.get("stack_factor")})

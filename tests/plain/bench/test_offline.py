@@ -95,6 +95,21 @@ def test_wrong_flags(command: Any, flags: list[str], error: type[BaseException],
         command.main(["--model", model, *flags], "x")
 
 
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
+    (["--input-len", "0"], "--random-input-len must be at least 1, got 0"),
+    (["--random-range-ratio", "2"], "below 1"),
+    (["--dataset-name", "sharegpt"], "needs --dataset-path"),
+    (["--dataset-name", "custom", "--dataset-path", "/no/such/file"], "No such file"),
+])  # fmt: skip
+def test_a_wrong_dataset_is_told_before_a_model_is_loaded(
+    flags: list[str], message: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "LLM", lambda **_: pytest.fail("the model was loaded"))
+    with pytest.raises(InputError, match=message):
+        throughput.main(["--model", model, *flags], "x")
+
+
 def test_engine_options_are_passed_on_as_written() -> None:
     ours = ["--num_iters_cold", "2", "--cold", "--output-json=x.json", "--evict-weights"]
     theirs = ["--model", "m", "--max_model_len=512", "--no-enable-prefix-caching", "-O0"]

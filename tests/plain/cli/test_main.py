@@ -45,7 +45,7 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("chta", "did you mean 'chat'?"),
         (
             "nonsense",
-            "unknown command 'nonsense' Commands: serve, chat, run, complete, pull, list, bench, simulate, "
+            "unknown command 'nonsense'. Commands: serve, chat, run, complete, pull, list, bench, simulate, "
             "run-batch, launch, collect-env",
         ),
     ],

@@ -99,7 +99,7 @@ def test_engines_of_several_machines(
     ("node", "headless", "options", "here", "all_of_them"),
     [
         (0, False, {}, [0, 1], [0, 1, 2, 3]),
-        (0, False, {"data_parallel_size_local": 2, "tensor_parallel_size": 3}, [0, 1], [0, 1, 2, 3]),
+        (0, False, {"data_parallel_size_local": 2, "tensor_parallel_size": 2}, [0, 1], [0, 1, 2, 3]),
         (1, True, {}, [2, 3], [2, 3]),
         (1, True, {"data_parallel_start_rank": 2}, [2, 3], [2, 3]),
         (1, False, {"data_parallel_hybrid_lb": True}, [2, 3], [2, 3]),

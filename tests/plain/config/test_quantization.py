@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from quire.base import native
-from quire.checkpoint.quantization import KEY, Quantization, add_quantization, agrees, read_quantization
+from quire.checkpoint.quantization import (
+    KEY,
+    Quantization,
+    add_quantization,
+    agrees,
+    matches_pattern,
+    read_quantization,
+)
 from quire.config import EngineArgs
 from quire.config.rounding import online_form
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError, QuireError
@@ -243,3 +250,24 @@ def test_names_of_other_roundings_at_load(tmp_path: Path) -> None:
 def test_any_value_is_read_or_refused(value: Any) -> None:
     with contextlib.suppress(QuireError):
         read_quantization({KEY: value})
+
+
+def test_patterns_are_matched_in_bounded_time() -> None:
+    """Python's own engine takes for ever with these."""
+    name = "model.layers.0." + "mlp." * 40 + "up_proj"
+    assert read(quant_method="gptq", bits=4, dynamic={r"(\w+\.?)*#": {"bits": 8}}).numbers_of(name).bits == 4
+    assert read(quant_method="gptq", bits=4, dynamic={r"(\w+\.?)*proj": {"bits": 8}}).numbers_of(name).bits == 8
+    deep = read(quant_method="gptq", bits=4, dynamic={"(((((.?)*)*)*)*)*#": {"bits": 8}})
+    with contextlib.suppress(CheckpointError):
+        assert deep.numbers_of(name).bits == 4
+    for pattern, message in ((r"(a)\1", "a back reference"), ("a" * 1025, "the limit is 1024"), ("(", "missing")):
+        with pytest.raises(CheckpointError, match=f"is not a usable pattern: .*{message}"):
+            read(quant_method="gptq", bits=4, dynamic={pattern: {"bits": 8}})
+    with pytest.raises(CheckpointError, match=r"to match it .* takes more than 5000 steps"):
+        matches_pattern("(?:(?=.*#)|.)*" * 20, name)
+
+
+def test_numbers_by_name() -> None:
+    config = {"a.b": {"bits": 8}, "a.c": {"bits": 16}, "a." * 900: {"bits": 2}}
+    found = read(quant_method="auto-round", bits=4, extra_config=config)
+    assert [found.numbers_of(one).bits for one in ("a.b", "a.bb", "a.c", "axb", "a." * 900)] == [8, 4, 4, 4, 2]

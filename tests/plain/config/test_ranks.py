@@ -57,6 +57,9 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
             "node_rank is 2; it must be below nnodes=2",
         ),
         ({"node_rank": 1}, ConfigError, "node_rank is 1; it must be below nnodes=1"),
+        ({"tensor_parallel_size": 1000}, ConfigError, "heads cannot be shared out among 1000 ranks"),
+        ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size=3: .* cannot be shared out among 3 ranks"),
+        ({"pipeline_parallel_size": 900}, ConfigError, "pipeline_parallel_size=900 is more than the model's"),
         ({"nnodes": 2}, ConfigError, "1 ranks .* cannot be shared out among nnodes=2"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, ConfigError, "3 ranks .tensor_parallel_size 3. cannot be shared"),
         ({"nnodes": 4, "tensor_parallel_size": 2, "data_parallel_size": 2}, NotBuiltError, "nnodes=4 with data_par"),
@@ -200,7 +203,7 @@ def test_whose_experts_are_divided_among_engines(
 
 
 def test_stages_have_a_step_each_and_no_look_ahead(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3}))
     for size, ahead in ((1, True), (3, True), (3, None)):
         args = EngineArgs(
             model=str(tmp_path), device="cpu", skip_tokenizer_init=True, pipeline_parallel_size=size,

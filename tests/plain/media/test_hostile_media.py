@@ -82,6 +82,13 @@ def test_images_that_are_refused(data: bytes, why: str) -> None:
     bounded(attempt)
 
 
+def test_an_error_does_not_tell_where_memory_lies() -> None:
+    with pytest.raises(InputError) as failed:
+        decode_image(b"no image")
+    assert "the image (8 bytes) cannot be read: it has none of the formats; known formats are PNG" in str(failed.value)
+    assert " at 0x" not in str(failed.value)
+
+
 def test_an_endless_gif_is_its_first_frame() -> None:
     gif = io.BytesIO()
     frames = [Image.new("RGB", (8, 8), (n % 256, 9, 9)) for n in range(3)]

@@ -321,7 +321,7 @@ def test_a_prompt_does_not_choose_the_model_s_geometry(llava: MediaInputs) -> No
         ({"crop_size": {"height": 1, "width": 1}}, "crop_size belongs to the model"),
         ({"size": {"height": 1 << 25, "width": 8}}, "a size of 33554432; the limit is 16777216"),
         ({"max_pixels": float("inf")}, "a size of inf"),
-        ({"rescale_factor": 10**400}, "cannot be processed"),
+        ({"rescale_factor": 10**400}, "rescale_factor of the media processor must be a positive number up to"),
     ):
         with pytest.raises(InputError, match=why):
             load(llava, {"image": colour(3)}, None, options)

@@ -92,7 +92,7 @@ def test_a_tokenizer_without_any_such_token() -> None:
         ({}, {"audio_context_size": 0}, "audio_context_size"),
         ({}, {"encoder_ds_factor": 4}, "encoder_ds_factor"),
         ({"audio_config": {"max_source_positions": 10**9}}, {}, "max_source_positions"),
-        ({"audio_config": {"num_mel_bins": 10**9}}, {}, "feature_size"),
+        ({"audio_config": {"num_mel_bins": 10**9}}, {}, "num_mel_bins of audio_config"),
     ],
 )  # fmt: skip
 def test_numbers_of_files_are_checked(config: dict[str, Any], processor: dict[str, Any], name: str) -> None:
