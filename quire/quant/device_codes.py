@@ -137,6 +137,18 @@ def _cat(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
     return torch.cat(there, axis) if there else None
 
 
+def empty_like(some: CodedWeight, rows: int) -> CodedWeight:
+    """Coded as these rows are, and not filled."""
+    codes = list(some.codes.shape)
+    codes[1 if len(codes) == 3 else 0] = rows
+    others = {
+        name: tensor.new_empty((tensor.shape[0], rows, *tensor.shape[2:]))
+        for name, tensor in some.tensors().items()
+        if name != "codes"
+    }
+    return some._replace(codes=some.codes.new_empty(codes), rows=rows, **others)
+
+
 def put_rows(whole: CodedWeight, start: int, part: CodedWeight) -> bool:
     """Write these rows of a matrix where they lie; False: it is coded differently."""
     same = whole._replace(
