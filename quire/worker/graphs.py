@@ -28,8 +28,8 @@ tensors hold; lengths come from `contexts`; a table is never read past a row's c
 Memory allocated in plan or run belongs to the graphs' common pool: the next bucket's graph reuses it.
 Steps that hold prompts have graphs of their own (mixed_graphs.py).
 
-A start captures as many buckets as it has time for; a larger one serves for those that are left. They are captured while
-nothing else is to be done (`capture_next`), or when padding has cost as much time as a capture takes.
+A start captures as many buckets as it has time for; a larger one serves for those that are left. They are captured
+while nothing else is to be done (`capture_next`), or when padding has cost as much time as a capture takes.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class DecodeGraphs:
         adapters: StepAdapters | None = None,
         times: GraphTimes | None = None,
     ) -> None:
-        """`sizes`: the buckets, rising. `adapters`: of the model's layers, for the set of graphs that adds them. `times`:
-        shared with another set; `capture` measures them."""
+        """`sizes`: the buckets, rising. `adapters`: of the model's layers, for the set of graphs that adds them.
+        `times`: shared with another set; `capture` measures them."""
         self.sizes, self._capturer, self._adapters = list(sizes), capturer, adapters
         self.times = times or GraphTimes()
         self._version = -1  # of the adapters' layers that are captured
@@ -236,6 +236,9 @@ class DecodeGraphs:
         graph, replayed = self._capturer.capture(partial(self._step, bucket), first)
         if not is_between:
             self._tried.add(bucket)
+        self._keep(bucket, graph, replayed)
+
+    def _keep(self, bucket: int, graph: torch.cuda.CUDAGraph, replayed: Replayed) -> None:
         # The memory of states and logits goes back to the pool, so that all buckets share it; a borrowed view stays.
         borrowed = replayed._replace(hidden=borrow(replayed.hidden), logits=borrow(replayed.logits))
         self._captured[bucket] = graph, borrowed
