@@ -135,6 +135,9 @@ class FakeExecutor:
     def warm_up(self) -> None:
         pass
 
+    def prepare_idle(self) -> bool:
+        return False
+
     def forward(self, plan: StepPlan) -> None:
         self.plan = plan
         self.num_steps += 1

@@ -20,7 +20,7 @@ from quire.engine.adapters import NOT_ENABLED, EngineAdapters
 from quire.engine.charge import Charge
 from quire.engine.control import Later, answer, run_verb
 from quire.engine.pulse import Pulse
-from quire.executor.base import Executor, PendingResult, StepwiseExecutor, WatchedExecutor
+from quire.executor.base import Executor, PendingResult, StepwiseExecutor, WatchedExecutor, WorkerProtocol
 from quire.sched.gates import Hold
 from quire.schema.errors import EngineDeadError, InputError, OverloadedError, QuireError, kind_of
 from quire.schema.messages import (
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from quire.sched.scheduler import Scheduler
 
 Inbox: TypeAlias = "queue.SimpleQueue[ToEngine | EngineDeadError]"  # an error: the workers are gone
+_REST = 0.2  # seconds without a request before workers do what their start left out
 _COMPILE_WAIT = 0.002  # seconds; requests that come in meanwhile are looked at after it
 _STALL_LIMIT = 1000  # turns in a row that could have made progress and did not
 
@@ -90,6 +91,7 @@ class EngineLoop:
         self._plan_seconds = 0.0
         self._stalled = 0
         self._is_in_step = isinstance(executor, StepwiseExecutor)  # nothing may depend on time
+        self._has_leftovers = not self._is_in_step and lockstep is None  # as far as is known
 
     @property
     def busy(self) -> bool:
@@ -381,7 +383,7 @@ class EngineLoop:
         """Handle what came in; waits when there is nothing else to do. False: it must stop."""
         block = not self.busy
         while block or not inbox.empty():
-            message = inbox.get()
+            message = self._rest(inbox) if block else inbox.get()
             if block:  # it was idle until now: the time of rest is no delay
                 if self.pulse is not None:
                     self.pulse.beat(busy=True, paused=self.paused)
@@ -389,6 +391,18 @@ class EngineLoop:
             if not self._take(message, emit):
                 return False
         return True
+
+    def _rest(self, inbox: Inbox) -> ToEngine | EngineDeadError:
+        """Wait for what comes in. If that takes a while, workers do what their start left out, one thing after another:
+        a request that comes then waits for one of these at most."""
+        seconds = _REST
+        while self._has_leftovers:
+            try:
+                return inbox.get(timeout=seconds)
+            except queue.Empty:
+                self._has_leftovers = any(self.executor.ask(WorkerProtocol.prepare_idle))
+                seconds = 0.0
+        return inbox.get()
 
     def _linger(self, inbox: Inbox, emit: Callable[[FromEngine], None]) -> bool:
         """Take what comes in until the device is about to want its next step. False: it must stop."""

@@ -63,6 +63,9 @@ class WorkerProtocol(Protocol):
         """Take part in a step of other engines that share experts with this one, without tokens; whether any had
         some."""
 
+    def prepare_idle(self) -> bool:
+        """While no step is under way, do one short thing that the start had no time for; whether more is left."""
+
     def read_adapter(self, source: AdapterSource) -> None:
         """Begin to read an adapter into host memory; returns at once."""
 

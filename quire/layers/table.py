@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.quant.coded import CodedMatrix
-from quire.quant.scheme import Slot, WeightTarget
+from quire.quant.scheme import Send, Slot, WeightTarget, by_rows
 from quire.schema.errors import CheckpointError
 
 JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.att(?:n|ention)\.(masked_)?bias$")
 Arrange = Callable[[str, Tensor], Tensor]
-Send = Callable[[Tensor | CodedMatrix], Tensor | CodedMatrix]
 
 
 @runtime_checkable
@@ -106,12 +105,17 @@ class WeightTable:
 
     def load(self, name: str, source: Tensor | CodedMatrix, send: Send | None = None) -> bool:
         """Put one checkpoint tensor in its place, if this rank has that. False: no rank has it (an unexpected name).
-        `send` brings what this rank keeps of it to the device; None: all of it is there."""
+        `send` brings what this rank keeps of it to the device; None: all of it is there. What no rank cuts is arranged
+        on the device."""
         canonical = self.canonical(name)
         slot = self._slots.get(canonical)
         if slot is None:
             return self.lies_elsewhere(name) or self.ignores(name)
         if slot.target is not None:
+            if send is not None and slot.cut is None and isinstance(source, Tensor) and self._moves(canonical, source):
+                arrives = send(source)
+                assert isinstance(arrives, Tensor)
+                source, send = arrives, None
             self._fill(name, slot, slot.target, self._arranged(canonical, source, slot.target), send)
         for filled in slot.fills or (canonical,):
             self._missing.pop(filled, None)
@@ -137,25 +141,29 @@ class WeightTable:
         if slot.cut is not None:
             share = source.cut(slot.cut) if isinstance(source, CodedMatrix) else None
             source = share or slot.cut.of(source.numbers() if isinstance(source, CodedMatrix) else source)
-        if send is not None:
-            source = send(source)
         if isinstance(target, Tensor):
             assert isinstance(source, Tensor)  # _arranged decoded it
+            _write(target, source, send)
+        elif send is None:
             target.copy_(source)
         else:
-            target.copy_(source)
+            target.copy_sent(source, send)
 
     def _arranged(
         self, canonical: str, source: Tensor | CodedMatrix, target: Tensor | WeightTarget
     ) -> Tensor | CodedMatrix:
         """Blocks stay as they are where the place takes them and the layout asks for no change."""
         if isinstance(source, CodedMatrix):
-            probe = torch.empty(source.shape, device="meta")
             takes_codes = isinstance(target, WeightTarget) and target.takes_codes
-            if takes_codes and self._arrange(canonical, probe) is probe:
+            if takes_codes and not self._moves(canonical, source):
                 return source
             source = source.numbers()
         return self._arrange(canonical, source)
+
+    def _moves(self, canonical: str, source: Tensor | CodedMatrix) -> bool:
+        """Whether the checkpoint's layout of this weight is another than ours."""
+        probe = torch.empty(source.shape, device="meta")
+        return self._arrange(canonical, probe) is not probe
 
     def arranged(self, canonical: str, tensor: Tensor) -> Tensor:
         """A tensor that lies as the checkpoint's weight of this name does, in the layout of the parameter."""
@@ -164,6 +172,17 @@ class WeightTable:
     def missing(self) -> list[str]:
         """Canonical names of places nothing was loaded into yet."""
         return list(self._missing)
+
+
+def _write(target: Tensor, source: Tensor, send: Send | None) -> None:
+    """Some rows at a time if they have to be sent, so that nothing lies on the device twice."""
+    if send is None:
+        target.copy_(source)
+        return
+    for start, rows in by_rows(source):
+        sent = send(rows)
+        assert isinstance(sent, Tensor)
+        (target if rows is source else target[start : start + len(rows)]).copy_(sent)
 
 
 def slots_of(model: nn.Module) -> Iterator[Slot]:

@@ -271,8 +271,8 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         return tensor.to(device) if isinstance(tensor, CodedMatrix) else sender.send(tensor)
 
     def take(name: str, tensor: Tensor | CodedMatrix) -> bool:
-        """Layouts are changed on the device; of several ranks, each sends its own part there, and reads no other."""
-        return table.load(name, send(tensor)) if group.is_alone else table.load(name, tensor, send)
+        """Of several ranks, each sends its own part to its device, and reads no other."""
+        return table.load(name, tensor, send)
 
     loading = progress(_log, "Loading weights", files.num_bytes, shown=how.use_tqdm_on_load)
     with loading as advance, naming(about.path):

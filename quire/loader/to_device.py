@@ -11,11 +11,12 @@ import threading
 import torch
 from torch import Tensor
 
-PIECE = 32 << 20  # bytes of a buffer
+from quire.quant.scheme import PIECE
 
 
 class Sender:
     def __init__(self, device: torch.device, piece: int = PIECE) -> None:
+        """`piece`: bytes of a buffer."""
         self._device, self._piece = device, piece
         self._mine = threading.local()
 

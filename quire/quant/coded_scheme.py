@@ -2,8 +2,9 @@
 
 What arrives for a part (q of q, k and v) decides how it is kept: codes that kernels take stay codes; others are decoded
 to 16 bits, and so are plain numbers unless the scheme rounds them. Parts that are coded alike become one matrix as soon
-as all are there, so at no time is more in memory than the codes and one matrix in work. Must not know: which model a
-matrix belongs to, or where its codes come from.
+as all are there. Numbers are sent and rounded some rows at a time, by one thread at a time, so at no time is more in a
+device's memory than the codes, a few rows in every thread that loads, and one matrix that is being joined. Must not
+know: which model a matrix belongs to, or where its codes come from.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quire.ops.linear import linear
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
 from quire.quant.coded import CodedMatrix
-from quire.quant.device_codes import device_codes, join, put_rows
+from quire.quant.device_codes import device_codes, empty_like, join, put_rows
 from quire.quant.experts import ExpertScheme, Stacked
 from quire.quant.packed import OUTER_NAMES, PLAIN_NAMES
 from quire.quant.scheme import (
@@ -27,9 +28,11 @@ from quire.quant.scheme import (
     PartSlot,
     PlainScheme,
     RunTarget,
+    Send,
     StoredMatrix,
     WeightScheme,
     WeightTarget,
+    by_rows,
     new_parameter,
 )
 from quire.schema.errors import ConfigError
@@ -45,14 +48,41 @@ class CodedScheme:
     def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels, coder: Coder | None = None) -> None:
         """`coder`: what plain numbers are rounded with; None leaves them plain."""
         self.dtype, self.arena, self._coder = dtype, arena, coder
+        self.working = Lock()  # of whoever needs memory of the device for a moment
         self.linear, self.coded_linear = kernels.of(linear), kernels.of(coded_linear)
         self.decode, self.decode_rows = kernels.of(decode_weight), kernels.of(decode_rows)
 
     def create(self, shape: MatrixShape) -> CodedParts:
         return CodedParts(shape, self)
 
-    def stored_form(self, part: Tensor | CodedMatrix) -> CodedPart:
-        """A part as it is to be stored."""
+    def stored_form(self, part: Tensor | CodedMatrix, send: Send | None = None) -> CodedPart:
+        """A part as it is to be stored. `send` brings it to the device; None: it is there."""
+        if isinstance(part, Tensor) and part.dim() == 2 and self._coder is not None:
+            made = self._by_rows(part, send)
+            if made is not None:
+                return made
+        return self._form_of(part if send is None else send(part))
+
+    def _by_rows(self, numbers: Tensor, send: Send | None) -> CodedPart | None:
+        """Rounded some rows at a time; None: these cannot lie in one matrix."""
+        whole: CodedPart | None = None
+        for start, rows in by_rows(numbers):
+            sent = rows if send is None else send(rows)
+            with self.working:
+                made = self._form_of(sent)
+                if rows is numbers:
+                    return made
+                if whole is None:
+                    count = len(numbers)
+                    whole = empty_like(made, count) if isinstance(made, CodedWeight) else self._empty(count, made)
+                if not put(whole, start, made):
+                    return None
+        return whole
+
+    def _empty(self, rows: int, like: Tensor) -> Tensor:
+        return self.arena.empty((rows, *like.shape[1:]), self.dtype)
+
+    def _form_of(self, part: Tensor | CodedMatrix) -> CodedPart:
         if isinstance(part, Tensor) and part.dim() == 2 and self._coder is not None:
             made = self._coder(part.to(self.arena.device))
             if isinstance(made, CodedWeight):
@@ -95,9 +125,10 @@ class CodedParts(StoredMatrix):
         start, stop = self.shape.rows_of(run)
         return stop - start, self.shape.width.count
 
-    def keep(self, name: str, part: Tensor | CodedMatrix) -> None:
-        """One part arrived, perhaps while another thread brings the next. The whole replaces parts, and they it."""
-        stored = self._scheme.stored_form(part)
+    def keep(self, name: str, part: Tensor | CodedMatrix, send: Send | None = None) -> None:
+        """One part arrived, perhaps while another thread brings the next. The whole replaces parts, and they it.
+        `send` brings it to the device; None: it is there."""
+        stored = self._scheme.stored_form(part, send)
         with self._lock:
             if self._finished:
                 self._write(name, stored)
@@ -105,7 +136,8 @@ class CodedParts(StoredMatrix):
             if not name or "" in self.parts:
                 self.parts.clear()
             self.parts[name] = stored
-            self._join()
+            with self._scheme.working:
+                self._join()
             self._weights = dict(self._named())
 
     def _write(self, name: str, part: CodedPart) -> None:
@@ -113,13 +145,7 @@ class CodedParts(StoredMatrix):
         where = "" if "" in self.parts else name
         start = self.shape.rows_of((name,))[0] if name and not where else 0
         whole = self.parts.get(where)
-        if isinstance(whole, CodedWeight) and isinstance(part, CodedWeight):
-            done = put_rows(whole, start, part)
-        else:
-            done = isinstance(whole, Tensor) and isinstance(part, Tensor)
-            if isinstance(whole, Tensor) and isinstance(part, Tensor):
-                whole[start : start + len(part)].copy_(part)
-        if not done:
+        if whole is None or not put(whole, start, part):
             raise ConfigError("weights that replace others must be coded as those were", param="quantization")
 
     def finish(self) -> None:
@@ -187,6 +213,16 @@ class CodedParts(StoredMatrix):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def put(whole: CodedPart, start: int, part: CodedPart) -> bool:
+    """Write some rows of a matrix where they lie; False: it is stored in another form."""
+    if isinstance(whole, CodedWeight) and isinstance(part, CodedWeight):
+        return put_rows(whole, start, part)
+    if isinstance(whole, CodedWeight) or isinstance(part, CodedWeight):
+        return False
+    whole[start : start + len(part)].copy_(part)
+    return True
+
+
 class CodedTarget(WeightTarget):
     takes_codes = True
 
@@ -195,6 +231,9 @@ class CodedTarget(WeightTarget):
 
     def copy_(self, source: Tensor | CodedMatrix) -> None:
         self._matrix.keep(self._part, source)
+
+    def copy_sent(self, source: Tensor | CodedMatrix, send: Send) -> None:
+        self._matrix.keep(self._part, source, send)
 
 
 class CodedChoice:

@@ -137,6 +137,24 @@ def _cat(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
     return torch.cat(there, axis) if there else None
 
 
+def empty_like(some: CodedWeight, rows: int) -> CodedWeight:
+    """Coded as these rows are, and not filled."""
+    codes = some.codes
+    return some._replace(
+        codes=_empty(codes, rows, 1) if codes.ndim == 3 else _empty(codes, rows, 0),
+        scale=_empty(some.scale, rows, 1),
+        zero=None if some.zero is None else _empty(some.zero, rows, 1),
+        rows=rows,
+        high=None if some.high is None else _empty(some.high, rows, 1),
+        least=None if some.least is None else _empty(some.least, rows, 1),
+        coarse=None if some.coarse is None else _empty(some.coarse, rows, 1),
+    )
+
+
+def _empty(like: Tensor, rows: int, axis: int) -> Tensor:
+    return like.new_empty((*like.shape[:axis], rows, *like.shape[axis + 1 :]))
+
+
 def put_rows(whole: CodedWeight, start: int, part: CodedWeight) -> bool:
     """Write these rows of a matrix where they lie; False: it is coded differently."""
     same = whole._replace(

@@ -30,6 +30,19 @@ from quire.schema.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from quire.quant.experts import ExpertScheme
 
+PIECE = 8 << 20  # bytes of numbers that are on their way to a device at once, in each thread that loads
+Send = Callable[[Tensor | CodedMatrix], Tensor | CodedMatrix]
+
+
+def by_rows(numbers: Tensor, most: int = PIECE) -> Iterator[tuple[int, Tensor]]:
+    """Some rows at a time, and where they begin: no more than `most` bytes of them, if one row is no more."""
+    if numbers.nbytes <= most:
+        yield 0, numbers
+        return
+    count = max(1, most // numbers[0].nbytes)
+    for start in range(0, len(numbers), count):
+        yield start, numbers[start : start + count]
+
 
 class WeightTarget(ABC):
     """A destination for numbers that is not a tensor."""
@@ -44,6 +57,10 @@ class WeightTarget(ABC):
     @abstractmethod
     def copy_(self, source: Tensor | CodedMatrix) -> None: ...
 
+    def copy_sent(self, source: Tensor | CodedMatrix, send: Send) -> None:
+        """As `copy_`, of what `send` has yet to bring to the device."""
+        self.copy_(send(source))
+
 
 class RunTarget(WeightTarget):
     """Some parts of a matrix that a checkpoint stores as one tensor: each gets its rows."""
@@ -55,11 +72,19 @@ class RunTarget(WeightTarget):
         self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
 
     def copy_(self, source: Tensor | CodedMatrix) -> None:
+        for part, own in self._shares(source):
+            part.copy_(own)
+
+    def copy_sent(self, source: Tensor | CodedMatrix, send: Send) -> None:
+        for part, own in self._shares(source):
+            part.copy_sent(own, send)
+
+    def _shares(self, source: Tensor | CodedMatrix) -> Iterator[tuple[WeightTarget, Tensor | CodedMatrix]]:
         at = 0
         for part in self._parts:
             rows = Cut(0, self.shape[0], ((at, at + part.shape[0]),))
             codes = None if isinstance(source, Tensor) else source.cut(rows)
-            part.copy_(rows.of(source if isinstance(source, Tensor) else source.numbers()) if codes is None else codes)
+            yield part, codes or rows.of(source if isinstance(source, Tensor) else source.numbers())
             at += part.shape[0]
 
 

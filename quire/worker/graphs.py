@@ -27,13 +27,18 @@ tensors hold; lengths come from `contexts`; a table is never read past a row's c
 -1; and padding (context 0) gives finite numbers. `context_lens` is [longest context] * B, for sizing grids and splits.
 Memory allocated in plan or run belongs to the graphs' common pool: the next bucket's graph reuses it.
 Steps that hold prompts have graphs of their own (mixed_graphs.py).
+
+A start captures as many buckets as it has time for; a larger one serves for those that are left. They are captured
+while nothing else is to be done (`capture_next`), or when padding has cost as much time as a capture takes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,7 +51,7 @@ from quire.base.progress import progress
 from quire.layers.batch import AttentionPlan, GroupStep
 from quire.sampling.sampler import PlainSampler
 from quire.schema.kv import KVKind
-from quire.worker.capture import Capturer, borrow
+from quire.worker.capture import Capturer, borrow, seconds_on_device
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import StepShape
 
@@ -55,7 +60,8 @@ if TYPE_CHECKING:
     from quire.models.build import Model
 
 START_SECONDS = 1.5  # what capturing of all graphs may take at start; buckets left out are captured while running
-LATE_AFTER = 64  # steps that needed a bucket before it is worth the time of capturing it
+LATE_AFTER = 64  # steps that needed a bucket with kernels of its own before it is captured
+COMMON = 256  # rows: the time of a row is measured with so many at most
 _log = logger(__name__)
 
 
@@ -67,6 +73,14 @@ class Replayed(NamedTuple):
     hidden: Tensor  # [B, width]
     logits: Tensor  # [B, V]
     result: Tensor  # int32 [2, B]: chosen tokens, bits of their scores
+
+
+@dataclass
+class GraphTimes:
+    """What decides whether a graph is worth capturing while requests wait: seconds, as the start measured them."""
+
+    capture: float = 0.0  # of one graph
+    row: float = 0.0  # what one more row adds to a step, even if it is padding
 
 
 class DecodeGraphs:
@@ -81,18 +95,24 @@ class DecodeGraphs:
         *,
         max_context: int,
         adapters: StepAdapters | None = None,
+        times: GraphTimes | None = None,
     ) -> None:
-        """`sizes`: the buckets, rising. `adapters`: of the model's layers, for the set of graphs that adds them."""
+        """`sizes`: the buckets, rising. `adapters`: of the model's layers, for the set of graphs that adds them.
+        `times`: shared with another set; `capture` measures them."""
         self.sizes, self._capturer, self._adapters = list(sizes), capturer, adapters
+        self.times = times or GraphTimes()
         self._version = -1  # of the adapters' layers that are captured
         self._is_off = False  # a graph with adapters could not be captured
+        self._is_full = False  # a graph that a larger one can stand for could not be captured
         self._model, self._backend, self._inputs, self._plain = model, backend, inputs, plain
         self._max_context = max_context
         device, largest = inputs.device, self.sizes[-1]
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._results = torch.zeros(2 * largest, dtype=torch.int32, device=device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Replayed]] = {}
+        self._tried: set[int] = set()  # buckets whose step ran outside of a capture
         self._uses: dict[int, int] = {}  # bucket that is not captured -> how often it was needed
+        self._padded: dict[int, float] = {}  # the same -> seconds that larger ones took for padding
 
     def bucket_of(self, shape: StepShape) -> int | None:
         """The smallest bucket for a step of decodes; None: not such a step, more rows than any bucket has, or one that
@@ -116,18 +136,31 @@ class DecodeGraphs:
         return replayed
 
     def prepare(self, bucket: int) -> int | None:
-        """The bucket to replay; None: it cannot be captured. One that the start left out is captured once it has been
-        needed some times, or if none larger is there; until then a larger one serves. Before inputs are sent: a capture
+        """The bucket to replay; None: it cannot be captured. One that the start left out is captured once that is worth
+        its time, or if none larger is there; until then a larger one serves. Before inputs are sent: a capture
         overwrites them."""
         if self._adapters is not None and self._adapters.version != self._version:
             self._forget(self._adapters.version)
         if bucket in self._captured:
             return bucket
+        larger = next((size for size in self.sizes if size > bucket and size in self._captured), None)
+        if larger is not None and (self._is_full or not self._is_worth(bucket, larger)):
+            return larger
+        return bucket if self._capture_late(bucket) else larger
+
+    def _is_worth(self, bucket: int, larger: int) -> bool:
+        """Whether padding up to the larger one took as long by now as capturing this one does. A power of two may have
+        kernels of its own, so what padding costs there is not known."""
         self._uses[bucket] = uses = self._uses.get(bucket, 0) + 1
-        larger = [size for size in self.sizes if size > bucket and size in self._captured]
-        if larger and uses < LATE_AFTER:
-            return larger[0]
-        return bucket if self._capture_late(bucket) else None
+        self._padded[bucket] = padded = self._padded.get(bucket, 0.0) + (larger - bucket) * self.times.row
+        return uses >= LATE_AFTER if _is_power(bucket) else padded > self.times.capture
+
+    def capture_next(self) -> bool:
+        """Capture one that the start left out, while no step is under way; whether more are left."""
+        left = [] if self._is_full else [size for size in capture_order(self.sizes) if size not in self._captured]
+        if left:
+            self._capture_late(left[0])
+        return len(left) > 1 and not self._is_full
 
     def _forget(self, version: int) -> None:
         """A layer that no graph has an addition for has one now."""
@@ -138,36 +171,37 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture_late(self, bucket: int) -> bool:
-        """False: it failed, and no further graph with adapters will be tried, since steps run without one too."""
+        """False: it failed, and no further one will be tried: larger ones serve, and where there is none steps with
+        adapters run without a graph."""
         began = now()
         kind = "a decode graph" if self._adapters is None else "a decode graph with adapters"
         try:
             self._capture(bucket)
         except RuntimeError as wrong:  # torch's own, of memory and of the device, are such
-            if self._adapters is None:
+            self._is_full = any(size > bucket for size in self._captured)
+            if self._adapters is None and not self._is_full:
                 raise
-            self._is_off = True
-            _log.warning("capturing %s of %d rows failed, such steps run without graphs: %s", kind, bucket, wrong)
+            self._is_off = not self._is_full
+            instead = "larger ones serve" if self._is_full else "such steps run without graphs"
+            _log.warning("capturing %s of %d rows failed, %s: %s", kind, bucket, instead, wrong)
             return False
         _log.debug("captured %s of %d rows in %.0f ms", kind, bucket, 1000 * (now() - began))
         return True
 
     @torch.inference_mode()
     def capture(self, seconds: float = START_SECONDS) -> None:
-        """The largest first, whose memory the others share; then powers of two; then, while time allows, the sizes that
-        lie in the middle of the widest gaps: padding up to the next size costs little."""
+        """In the order of `capture_order`: powers of two and the largest in any case, others while time allows."""
         began = now()
         free = torch.cuda.mem_get_info(self._inputs.device)[0]
         largest = self.sizes[-1]
-        order = sorted(self.sizes, key=lambda size: (size != largest, size & (size - 1) != 0, -(size & -size), -size))
-        with progress(_log, "Capturing decode graphs", len(order), "graphs") as advance:
-            for size in order:
-                in_between = size & (size - 1) != 0 and size != largest
-                if in_between and now() - began > seconds:
+        with progress(_log, "Capturing decode graphs", len(self.sizes), "graphs") as advance:
+            for size in capture_order(self.sizes):
+                if not _is_power(size) and size != largest and now() - began > seconds:
                     break
-                self._capture(size, try_first=not in_between)
+                self._capture(size)
                 advance(1)
         torch.cuda.synchronize(self._inputs.device)
+        self.times.capture, self.times.row = (now() - began) / len(self._captured), self._row_seconds()
         torch.cuda.empty_cache()  # what the runs before the captures left behind
         taken = free - torch.cuda.mem_get_info(self._inputs.device)[0]
         _log.info(
@@ -180,11 +214,31 @@ class DecodeGraphs:
         self._inputs.clear_static(bucket)
         self._step(bucket)
 
-    def _capture(self, bucket: int, *, try_first: bool = True) -> None:
-        """`try_first`: run the step once before, so that kernels are loaded and libraries set up. Sizes between two
-        that were run find everything there."""
-        first = partial(self.run_uncaptured, bucket) if try_first else None
+    def _row_seconds(self) -> float:
+        """By replays of nothing but padding in two sizes; 0: there are no two."""
+        both = [size for size in self.sizes if _is_power(size) and size <= COMMON][-2:]
+        if len(both) < 2:
+            return 0.0
+        less, more = (self._seconds_of(size) for size in both)
+        return max(0.0, more - less) / (both[1] - both[0])
+
+    def _seconds_of(self, bucket: int) -> float:
+        """Of a replay; the first one is slower."""
+        self._inputs.clear_static(bucket)
+        return min(seconds_on_device(partial(self.replay, bucket), self._inputs.device) for _ in range(3))
+
+    def _capture(self, bucket: int) -> None:
+        """Its step runs once before, so that kernels are loaded and libraries set up; sizes between two powers of two
+        that ran find everything there."""
+        below = 1 << bucket.bit_length() - 1
+        is_between = below < bucket and {below, min(2 * below, self.sizes[-1])} <= self._tried
+        first = None if is_between else partial(self.run_uncaptured, bucket)
         graph, replayed = self._capturer.capture(partial(self._step, bucket), first)
+        if not is_between:
+            self._tried.add(bucket)
+        self._keep(bucket, graph, replayed)
+
+    def _keep(self, bucket: int, graph: torch.cuda.CUDAGraph, replayed: Replayed) -> None:
         # The memory of states and logits goes back to the pool, so that all buckets share it; a borrowed view stays.
         borrowed = replayed._replace(hidden=borrow(replayed.hidden), logits=borrow(replayed.logits))
         self._captured[bucket] = graph, borrowed
@@ -210,6 +264,26 @@ class DecodeGraphs:
         result = self._results[: 2 * bucket].view(2, bucket)
         self._plain(logits, rows, buffers.contexts, result, filters=True)
         return Replayed(rows, buffers.contexts, hidden, logits, result)
+
+
+def _is_power(size: int) -> bool:
+    return size & (size - 1) == 0
+
+
+def capture_order(sizes: Sequence[int]) -> list[int]:
+    """The largest first, whose memory the others share; then powers of two; then always the roundest number in the
+    relatively widest gap, so that padding is a small share of a step however many there are."""
+    largest = max(sizes)
+    order = [largest, *sorted((size for size in sizes if _is_power(size) and size != largest), reverse=True)]
+    left, done = sorted(set(sizes).difference(order)), sorted(order)
+    while left:
+        gaps = [(low, high, [size for size in left if low < size < high]) for low, high in pairwise((0, *done))]
+        low, high, inside = max((gap for gap in gaps if gap[2]), key=lambda gap: gap[1] / max(gap[0], 0.5))
+        size = max(inside, key=lambda size: (size & -size, -abs(2 * size - low - high)))  # whole tiles of matmuls
+        order.append(size)
+        left.remove(size)
+        insort(done, size)
+    return order
 
 
 def useful_sizes(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from quire.schema.step import EncodeItem, Grant, Mask, NewRow, StepPlan
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs, GraphFields
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
-from quire.worker.graphs import START_SECONDS, DecodeGraphs, useful_sizes
+from quire.worker.graphs import START_SECONDS, DecodeGraphs, GraphTimes, useful_sizes
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_scales import is_scaled, kv_dtype_of, report, scaled_caches, set_scales
 from quire.worker.memory import kv_bytes
@@ -341,7 +341,7 @@ class Worker:
             runner.inputs = inputs
             make_graphs = partial(
                 DecodeGraphs, model=model, backend=backend, inputs=inputs, plain=sampler.plain, capturer=capturer,
-                max_context=length,
+                max_context=length, times=GraphTimes(),
             )  # fmt: skip
             if sizes:
                 runner.graphs = make_graphs(sizes)
@@ -546,6 +546,10 @@ class Worker:
         finally:
             spread.end()
         return is_busy
+
+    def prepare_idle(self) -> bool:
+        graphs = self._runner.graphs if isinstance(self._runner, ModelRunner) else None
+        return graphs is not None and graphs.capture_next()
 
     def read_adapter(self, source: AdapterSource) -> None:
         self.adapters.begin(source)

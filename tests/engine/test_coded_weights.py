@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quire.config import EngineArgs
 from quire.config.engine import replace
@@ -17,6 +24,8 @@ from quire.layers.stored import matrices_of, num_numbers
 from quire.loader.coded_storage import coded_storage
 from quire.loader.load import load_model, reload_weights
 from quire.loader.online import coder_of
+from quire.loader.sharded import write_safetensors
+from quire.loader.to_device import Sender
 from quire.models.build import build_model
 from quire.ops.coded import MIDDLE, CodedWeight, coded_linear, decode_weight, open_chunks
 from quire.ops.op import Kernels
@@ -24,7 +33,7 @@ from quire.quant.arena import Arena
 from quire.quant.coded import AffineCodes, Grid
 from quire.quant.coded_scheme import CodedParts, CodedScheme
 from quire.quant.device_codes import device_codes, join, round_to_fp8
-from quire.quant.scheme import MatrixShape
+from quire.quant.scheme import MatrixShape, by_rows
 from quire.quant.shard import Span
 from quire.schema.errors import ConfigError
 from tests.engine.test_quantized_formats import FORMS
@@ -204,6 +213,110 @@ def test_a_matrix_is_rounded_part_by_part() -> None:
     (whole,) = matrix.coded()
     for found, wanted in zip(whole.tensors().values(), round_to_fp8(numbers).tensors().values(), strict=True):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+class Memory:
+    """Bytes of everything that torch's operations made in threads that load, and that somebody still holds."""
+
+    def __init__(self) -> None:
+        self.alive = self.peak = 0
+        self._seen: dict[int, Any] = {}
+        self._lock = RLock()
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            if storage._cdata not in self._seen:
+                forget = partial(self._forget, storage._cdata, storage.nbytes())
+                self._seen[storage._cdata] = weakref.finalize(storage, forget)
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+
+    def _forget(self, key: int, size: int) -> None:
+        with self._lock:
+            del self._seen[key]
+            self.alive -= size
+
+    def watch_thread(self) -> None:
+        """This one, from now on."""
+        _Watched(self).__enter__()
+
+
+class _Watched(TorchDispatchMode):
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, torch.Tensor) and not made.is_meta and made.untyped_storage()._cdata not in given:
+                self._memory.see(made.untyped_storage())
+        return out
+
+
+def sizes_of(folder: Path) -> int:
+    """Write a checkpoint whose embeddings and head come last, when the rest lies there; bytes of a layer in it."""
+    about: dict[str, Any] = {
+        "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 64,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(about))
+    kinds = {"self_attn.q": (256, 256), "self_attn.k": (128, 256), "self_attn.v": (128, 256), "self_attn.o": (256, 256),
+             "mlp.gate": (512, 256), "mlp.up": (512, 256), "mlp.down": (256, 512)}  # fmt: skip
+    shapes = {f"model.layers.{i}.{kind}_proj.weight": shape for i in range(4) for kind, shape in kinds.items()}
+    shapes |= {
+        f"model.layers.{i}.{name}_layernorm.weight": (256,) for i in range(4) for name in ("input", "post_attention")
+    }
+    shapes |= {"model.norm.weight": (256,), "model.embed_tokens.weight": (8192, 256), "lm_head.weight": (8192, 256)}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
+    write_safetensors(str(folder / "model.safetensors"), tensors)
+    return sum(tensor.nbytes for name, tensor in tensors.items() if ".0." in name)
+
+
+@pytest.mark.parametrize("whole", ["", "quire.quant.coded_scheme.by_rows", "quire.layers.table.by_rows"])
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_rounding_at_load_takes_no_more_than_what_stays_and_a_layer(
+    form: str, whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several threads, whose every tensor is counted. Without pieces (`whole`) the same count goes beyond it."""
+    layer, memory = sizes_of(tmp_path), Memory()
+    for where in ("quire.quant.coded_scheme.by_rows", "quire.layers.table.by_rows"):
+        monkeypatch.setattr(where, partial(by_rows, most=1 << 40 if where == whole else layer // 46))
+    monkeypatch.setattr(Sender, "send", lambda self, tensor: tensor.clone())  # as to another device
+    monkeypatch.setattr(
+        "quire.loader.load.ThreadPoolExecutor", partial(ThreadPoolExecutor, initializer=memory.watch_thread)
+    )
+    monkeypatch.setattr("quire.loader.load.one_thread_per_operation", lambda: nullcontext(4))
+    config = EngineArgs(model=str(tmp_path), dtype="float16", device="cpu").create_engine_config()
+    config = replace(config, **{"model_config.weight_form": form, "model_config.quantization": "fp8"})
+    model = build_model(
+        config.model_config.hf_config, dtype=torch.float16, device="cpu", max_model_len=64,
+        storage=coded_storage(config, TORCH),
+    )  # fmt: skip
+    reload_weights(model, config)
+    stays = sum(part.nbytes for matrix in coded_of(model).values() for _, part in matrix.parameters())
+    assert memory.alive == stays > 0  # plain parameters were there before
+    assert (memory.peak <= stays + layer) == (not whole)
+
+
+def test_rows_rounded_apart_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).half()
+    flat = numbers.clone()
+    flat[:40] = 0  # scales that float16 holds, in the first pieces only
+    for form in ("fp8", "int8", "int4"):
+        scheme = CodedScheme(torch.float16, Arena(torch.device("cpu")), TORCH, coder_of(form))
+        for given in (numbers, numbers[:, :96], flat, flat[:, :96]):
+            monkeypatch.setattr("quire.quant.coded_scheme.by_rows", by_rows)
+            wanted = scheme.stored_form(given)
+            for rows in (1, 32, 95):
+                monkeypatch.setattr("quire.quant.coded_scheme.by_rows", partial(by_rows, most=rows * given[0].nbytes))
+                found = scheme.stored_form(given)
+                assert isinstance(found, CodedWeight) and isinstance(wanted, CodedWeight)
+                for one, other in zip(found.tensors().values(), wanted.tensors().values(), strict=True):
+                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_joined_parts_are_those_of_the_whole() -> None:

@@ -94,7 +94,7 @@ class FrozenGraphs(DecodeGraphs):
     def capture(self, seconds: float = 0.0) -> None:
         """At the start: nothing."""
 
-    def _capture(self, bucket: int, *, try_first: bool = True) -> None:
+    def _capture(self, bucket: int) -> None:
         self._captured[bucket] = None  # type: ignore[assignment]
         self._inputs.clear_static(bucket)
         self.fixed[bucket] = [each.was_used for each in self.linears]

@@ -2,6 +2,7 @@
 nobody, the captured step computes the same, and rows that need only the plain choice get the pipeline's token."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import CHANGES, DeviceInputs
 from quire.worker.gpu_memory import MARGIN, Budget, kv_bytes_on_gpu
-from quire.worker.graphs import LATE_AFTER, DecodeGraphs, useful_sizes
+from quire.worker.graphs import LATE_AFTER, DecodeGraphs, GraphTimes, capture_order, useful_sizes
 from quire.worker.inputs import shape_of
 from quire.worker.mixed_graphs import SIZES, MixedGraphs, _Captured, mixed_sizes
 from quire.worker.rows import Mirror, Rows
@@ -267,6 +268,95 @@ def test_a_bucket_left_out_is_captured_once_it_is_worth_it(monkeypatch):
     assert [graphs.prepare(2) for _ in range(LATE_AFTER)] == [4] * (LATE_AFTER - 2) + [2, 2]
     assert graphs.prepare(6) == 6  # none larger could serve
     assert sorted(captured) == [1, 2, 4, 6]
+
+
+class CountedCapturer(Capturer):
+    """Remembers what was captured, and whether its step ran before; from some number on there is no memory."""
+
+    def __init__(self, room: int = 100) -> None:
+        super().__init__(CPU)
+        self.seen: list[tuple[int, bool]] = []
+        self.room = room
+
+    def capture(self, step, first=None):
+        if len(self.seen) == self.room:
+            raise torch.cuda.OutOfMemoryError("no memory is left")
+        (bucket,) = step.args
+        self.seen.append((bucket, first is not None))
+        return None, torch.zeros(1)
+
+
+class ListedGraphs(DecodeGraphs):
+    """Which buckets are there, and nothing in them."""
+
+    def __init__(self, sizes, capturer, times=None) -> None:
+        runner = make_runner(FakeModel(), staged=True)
+        super().__init__(
+            sizes, runner.model, StaticBackend(), runner.inputs, runner.sampler.plain, capturer, max_context=64,
+            times=times,
+        )  # fmt: skip
+
+    def _keep(self, bucket, graph, replayed) -> None:
+        self._captured[bucket] = None
+
+
+def test_a_bucket_is_captured_late_when_padding_took_as_long():
+    capturer = CountedCapturer()
+    graphs = ListedGraphs((8, 16, 24, 32, 64), capturer, GraphTimes(capture=1.0, row=0.01))
+    for size in (64, 32, 16, 8):
+        graphs._capture(size)
+    assert [tried for _, tried in capturer.seen] == [True] * 4
+    # 8 rows of padding take 0.08 s: the 13th time makes more than a second of it
+    assert [graphs.prepare(24) for _ in range(14)] == [32] * 12 + [24] * 2
+    assert capturer.seen[4:] == [(24, False)]  # what lies between two that ran needs no trial
+    idle = ListedGraphs((8, 16, 24, 32, 64), CountedCapturer(), GraphTimes(capture=1.0, row=0.0))
+    idle._capture(64)
+    idle._capture(32)
+    assert {idle.prepare(24) for _ in range(1000)} == {32}  # padding is free: it stays as it is
+    assert [idle.prepare(16) for _ in range(LATE_AFTER)][-1] == 16  # which may have kernels of its own
+
+
+def test_buckets_left_out_are_captured_one_after_another_at_rest():
+    capturer = CountedCapturer()
+    graphs = ListedGraphs((1, 2, 4, 6, 8, 10, 12, 14, 16), capturer)
+    for size in (16, 8, 4, 2, 1):
+        graphs._capture(size)
+    assert [graphs.capture_next() for _ in range(5)] == [True, True, True, False, False]
+    assert [bucket for bucket, _ in capturer.seen[5:]] == [6, 12, 10, 14]
+    assert all(graphs.prepare(size) == size for size in graphs.sizes)
+
+
+def test_a_bucket_that_cannot_be_captured_at_rest_is_left_to_a_larger_one():
+    graphs = ListedGraphs((2, 4, 6, 8), CountedCapturer(room=3), GraphTimes(capture=0.0, row=1.0))
+    for size in (8, 4, 2):
+        graphs._capture(size)
+    assert graphs.capture_next() is False
+    assert [graphs.prepare(6) for _ in range(2)] == [8, 8] and graphs.capture_next() is False
+    late = ListedGraphs((2, 4, 6, 8), CountedCapturer(room=3), GraphTimes(capture=0.0, row=1.0))
+    for size in (8, 4, 2):
+        late._capture(size)
+    assert [late.prepare(6) for _ in range(2)] == [8, 8]  # the capture failed, the step did not
+
+
+def test_sizes_are_captured_in_an_order_that_leaves_little_padding():
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 1025, 16)]
+    order = capture_order(sizes)
+    assert sorted(order) == sizes
+    assert order[:11] == [1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert order[11:17] == [24, 48, 96, 192, 384, 768]
+    there = sorted(order[:32])
+    assert max(high / low for low, high in pairwise(there) if low >= 16) <= 1.5
+    assert max(high / low for low, high in pairwise(there) if low >= 64) < 1.26
+    assert capture_order([3, 5, 6]) == [6, 3, 5] and capture_order([7]) == [7]
+
+
+def test_the_time_of_a_row_is_measured_between_two_sizes(monkeypatch):
+    graphs = ListedGraphs((8, 96, 128, 256, 512), CountedCapturer())
+    monkeypatch.setattr(graphs, "_seconds_of", {128: 0.002, 256: 0.003}.__getitem__)
+    assert graphs._row_seconds() == pytest.approx(0.001 / 128)
+    monkeypatch.setattr(graphs, "_seconds_of", {128: 0.003, 256: 0.002}.__getitem__)
+    assert graphs._row_seconds() == 0
+    assert ListedGraphs((8,), CountedCapturer())._row_seconds() == 0
 
 
 @pytest.mark.parametrize("plain", [False, True])

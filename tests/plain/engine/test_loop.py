@@ -349,6 +349,48 @@ def test_run_serves_a_queue_and_waits_without_spinning():
     assert not thread.is_alive()
 
 
+class Unprepared(FakeExecutor):
+    """Whose start left some things out. Each waits until it may go on, and says when it begins."""
+
+    left = 3
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.began: queue.SimpleQueue = queue.SimpleQueue()
+        self.may_end: queue.SimpleQueue = queue.SimpleQueue()
+
+    def prepare_idle(self) -> bool:
+        assert self.plan is None or not self.flying
+        self.began.put(self.num_steps)
+        self.may_end.get(timeout=60)
+        self.left -= 1
+        return self.left > 0
+
+
+def test_what_a_start_left_out_is_done_at_rest_and_delays_a_request_once(monkeypatch):
+    monkeypatch.setattr("quire.engine.loop._REST", 0.01)
+    loop = make_loop(1, executor=Unprepared)
+    executor, inbox = loop.executor, queue.SimpleQueue()
+    said: queue.SimpleQueue = queue.SimpleQueue()
+    thread = threading.Thread(target=loop.run, args=(inbox, said.put))
+    thread.start()
+    assert executor.began.get(timeout=60) == 0
+    inbox.put(request("a", max_tokens=3))  # while the first is done: the others must wait for it
+    executor.may_end.put(None)
+    while not any(o.finish_reason for o in said.get(timeout=60).outputs):
+        assert executor.began.empty()
+    steps = executor.num_steps
+    for _ in range(2):
+        assert executor.began.get(timeout=60) == steps
+        executor.may_end.put(None)
+    inbox.put(request("b", max_tokens=1))  # nothing is left: it is not asked again
+    while not any(o.finish_reason for o in said.get(timeout=60).outputs):
+        pass
+    inbox.put(Stop())
+    thread.join(60)
+    assert not thread.is_alive() and executor.began.empty() and executor.left == 0
+
+
 def test_held_requests_are_waited_for_and_unheld_ones_that_never_run_are_a_fault(monkeypatch):
     monkeypatch.setattr("quire.engine.loop._STALL_LIMIT", 5)
     loop = make_loop()

@@ -99,6 +99,9 @@ class RankWorker:
     def warm_up(self) -> None:
         pass
 
+    def prepare_idle(self) -> bool:
+        return False
+
     def forward(self, plan: StepPlan) -> None:
         self._trip("forward")
         if self.config.complains and self.rank == 0:

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from quire.base import env
+from quire.config import EngineArgs
+from quire.config.engine import replace
 from quire.ops.triton import warm
 from quire.ops.triton.warm import Manifest
+from quire.worker.early import about as about_kernels
 
 ABOUT = {"model": {"hidden_size": 64}, "dtype": "bfloat16"}
 
@@ -25,6 +28,24 @@ def test_what_is_written_is_found_again(tmp_path: Path) -> None:
     assert again.current and again.jobs == [{"name": "a"}, {"name": "b"}]
     assert not Manifest(ABOUT | {"dtype": "float16"}, str(tmp_path)).current
     assert [path.suffix for path in first.path.parent.iterdir()] == [".json"]
+
+
+def test_weights_in_another_form_have_a_list_of_their_own(tmp_path: Path) -> None:
+    """Else the second start of two that differ in this would compile its kernels one after another."""
+    about = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    config = EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu").create_engine_config()
+    forms = [("plain", None), ("fp8", "fp8"), ("int8", "int8_wo"), ("int4", "int4_wo"), ("int4", "bitsandbytes")]
+    each = [replace(config, **{"model_config.weight_form": form, "model_config.quantization": q}) for form, q in forms]
+    each += [
+        replace(config, **{"load_config.load_format": "gguf", "model_config.path": f"{name}.gguf"}) for name in "ab"
+    ]
+    assert len({Manifest(about_kernels(one), str(tmp_path)).path for one in each}) == len(each)
+    elsewhere = replace(config, **{"model_config.path": "another/folder"})
+    assert about_kernels(elsewhere) == about_kernels(config)
 
 
 def test_other_kernel_sources_make_it_old_but_still_useful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
