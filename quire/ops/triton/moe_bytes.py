@@ -105,20 +105,20 @@ def times(x, y, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def by_rows(acc, s, SWAP: tl.constexpr):
-    """Times one number for each row of the weights."""
+def of_rows(s, SWAP: tl.constexpr):
+    """Numbers for each row of the weights, beside such sums."""
     if SWAP:
-        return acc * s[:, None]
+        return s[:, None]
     else:
-        return acc * s[None, :]
+        return s[None, :]
 
 
 @triton.jit
-def by_tokens(acc, s, SWAP: tl.constexpr):
+def of_tokens(s, SWAP: tl.constexpr):
     if SWAP:
-        return acc * s[None, :]
+        return s[None, :]
     else:
-        return acc * s[:, None]
+        return s[:, None]
 
 
 @triton.jit
@@ -130,62 +130,60 @@ def _rows_of(a, at, first, start, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _sum_whole(
-    a, at, w, expert, first, n, K: tl.constexpr, FIRST: tl.constexpr, SWAP: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Of codes alone: (gate, up) if FIRST, else (results, results)."""
-    parts: tl.constexpr = 2 if FIRST else 1
-    acc = tl.zeros((parts * BN, BM) if SWAP else (BM, parts * BN), tl.float32)
+def _sum_joined(a, at, w, expert, n, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """(gate, up) of the first matmul, which are one tile; not swapped, and of codes alone."""
+    acc = tl.zeros((BM, 2 * BN), tl.float32)
     for start in range(0, K, BK):
-        x = _rows_of(a, at, first, start, FIRST)
-        y = w.load([expert * parts, n, start]).reshape(parts * BN, BK)
-        acc = times(x, y, acc, SWAP, "tf32")
-    if not FIRST:
-        return acc, acc
-    elif SWAP:
-        return tl.split(tl.permute(tl.reshape(acc, (2, BN, BM)), (1, 2, 0)))
-    else:
-        return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
+        x = tl.load(at + start)
+        y = w.load([expert * 2, n, start]).reshape(2 * BN, BK)
+        acc = times(x, y, acc, False, "tf32")
+    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
 
 
 @triton.jit
-def _sum_steps(
+def _sum_apart(
     a, at, a_scale, live, w, w_scale, expert, first, n, K: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr,
-    BLOCKS: tl.constexpr, SWAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STEPS: tl.constexpr, BLOCKS: tl.constexpr, SWAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """As _sum_whole, of scaled sums of 128 columns. BLOCKS: weights have scales for them too."""
+    """(gate, up) if FIRST, else (results, zeros). STEPS: of scaled sums of 128 columns; BLOCKS: weights have scales for
+    them too."""
     parts: tl.constexpr = 2 if FIRST else 1
     gate = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    up = gate
+    up = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
     grid = w_scale
     if BLOCKS:
         grid += (expert * (parts * N // 128) + n // 128) * (K // 128)
-    for start in range(0, K, 128):
-        s = tl.load(a_scale + start // 128, mask=live, other=0.0)
-        s_up = s
-        if BLOCKS:
-            if FIRST:
-                s_up = s * tl.load(grid + N // 128 * (K // 128) + start // 128)
-            s = s * tl.load(grid + start // 128)
+    for start in range(0, K, BK):
+        if STEPS:
+            s = tl.load(a_scale + start // 128, mask=live, other=0.0)
+            s_up = s
+            if BLOCKS:
+                if FIRST:
+                    s_up = s * tl.load(grid + N // 128 * (K // 128) + start // 128)
+                s = s * tl.load(grid + start // 128)
         x = _rows_of(a, at, first, start, FIRST)
-        y = w.load([expert * parts, n, start]).reshape(BN, 128)
-        gate += by_tokens(times(x, y, tl.zeros_like(gate), SWAP, "tf32"), s, SWAP)
+        y = w.load([expert * parts, n, start]).reshape(BN, BK)
+        if STEPS:
+            gate += times(x, y, tl.zeros_like(gate), SWAP, "tf32") * of_tokens(s, SWAP)
+        else:
+            gate = times(x, y, gate, SWAP, "tf32")
         if FIRST:
-            y_up = w.load([expert * parts + 1, n, start]).reshape(BN, 128)
-            up += by_tokens(times(x, y_up, tl.zeros_like(up), SWAP, "tf32"), s_up, SWAP)
+            y_up = w.load([expert * parts + 1, n, start]).reshape(BN, BK)
+            if STEPS:
+                up += times(x, y_up, tl.zeros_like(up), SWAP, "tf32") * of_tokens(s_up, SWAP)
+            else:
+                up = times(x, y_up, up, SWAP, "tf32")
     return gate, up
 
 
 @triton.jit
-def _scaled(sums, scale, bias, rows, inside, SCALED: tl.constexpr, BIAS: tl.constexpr, SWAP: tl.constexpr):
-    """Times the scales of rows, plus the bias; [tokens, rows]."""
+def _finished(sums, scale, bias, rows, inside, SCALED: tl.constexpr, BIAS: tl.constexpr, SWAP: tl.constexpr):
+    """Times the scales of rows, plus the bias."""
     if SCALED:
-        sums = by_rows(sums, tl.load(scale + rows, mask=inside, other=0.0), SWAP)
-    if SWAP:
-        sums = tl.trans(sums)
+        sums *= of_rows(tl.load(scale + rows, mask=inside, other=0.0), SWAP)
     if BIAS:
-        sums += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[None, :]
+        sums += of_rows(tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32), SWAP)
     return sums
 
 
@@ -214,28 +212,28 @@ def _bytes_kernel(
         at = a
         if FIRST:
             at = a + source[:, None] * K + tl.arange(0, BK)[None, :]
-        if STEPS:
-            gate, up = _sum_steps(
-                a, at, a_scale + source * (K // 128), live, w, w_scale, expert, first, column * BN, K, N, FIRST,
-                BLOCKS, SWAP, BM, BN,
-            )  # fmt: skip
+        if FIRST and not STEPS and not SWAP:
+            gate, up = _sum_joined(a, at, w, expert, column * BN, K, BM, BN, BK)
         else:
-            gate, up = _sum_whole(a, at, w, expert, first, column * BN, K, FIRST, SWAP, BM, BN, BK)
-            s = tl.load(a_scale + source, mask=live, other=0.0)
-            gate, up = by_tokens(gate, s, SWAP), by_tokens(up, s, SWAP)
-        rows = expert * (2 * N if FIRST else N) + n
-        result = _scaled(gate, w_scale, bias, rows, n < N, not BLOCKS, BIAS, SWAP)
-        if FIRST:
-            result = gate_up(
-                result, _scaled(up, w_scale, bias, rows + N, n < N, not BLOCKS, BIAS, SWAP), alpha, limit, ACT
+            gate, up = _sum_apart(
+                a, at, a_scale + source * (K // 128), live, w, w_scale, expert, first, column * BN, K, N, FIRST,
+                STEPS, BLOCKS, SWAP, BM, BN, BK,
             )  # fmt: skip
+        if not STEPS:
+            s = of_tokens(tl.load(a_scale + source, mask=live, other=0.0), SWAP)
+            gate, up = gate * s, up * s
+        rows = expert * (2 * N if FIRST else N) + n
+        result = _finished(gate, w_scale, bias, rows, n < N, not BLOCKS, BIAS, SWAP)
+        if FIRST:
+            up = _finished(up, w_scale, bias, rows + N, n < N, not BLOCKS, BIAS, SWAP)
+            result = gate_up(result, up, alpha, limit, ACT)
         target = (row if FIRST else pair).to(tl.int64)
         if ROUND:
-            s = tl.maximum(tl.max(tl.abs(result), 1), 1e-12) / LARGEST
+            s = tl.maximum(tl.max(tl.abs(result), 0 if SWAP else 1), 1e-12) / LARGEST
             tl.store(out_scale + target * columns + column, s, mask=live)
-            result = result / s[:, None]
-        places = out + target[:, None] * N + n[None, :]
-        tl.store(places, result.to(out.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
+            result = result / of_tokens(s, SWAP)
+        places = out + (of_tokens(target * N, SWAP) + of_rows(n, SWAP))
+        tl.store(places, result.to(out.dtype.element_ty), mask=of_tokens(live, SWAP) & of_rows(n < N, SWAP))
 
 
 def fits(x: Tensor, up: ExpertCodes | Tensor, down: ExpertCodes | Tensor) -> bool:
@@ -267,7 +265,8 @@ def product(
     device, codes = a.codes.device, torch.float8_e4m3fn
     out = torch.empty((pairs, n), dtype=codes if dtype is None else dtype, device=device)
     scale = torch.empty((pairs, n // GROUP), dtype=torch.float32, device=device) if dtype is None else None
-    box = [1 if steps else parts, bn, config.bk]
+    joined = first and not steps and not config.swap
+    box = [2 if joined else 1, bn, config.bk]
     weights = TensorDescriptor(w.codes, [experts * parts, n, k], [n * k, k, 1], box)
     source = a.codes if first else TensorDescriptor(a.codes, [pairs, k], [k, 1], [bm, config.bk])
     programs = num_programs(expert.shape[0] * cdiv(n, bn), device, config.resident)

@@ -26,7 +26,7 @@ from quire.ops.coded_experts import ExpertCodes
 from quire.ops.triton import moe, moe_bytes, moe_coded_few, moe_few
 from quire.ops.triton.act import gate_up
 from quire.ops.triton.decode import scales_at, spread, values_of, zeros_at
-from quire.ops.triton.moe_bytes import GROUP, BytesConfig, RoundedTokens, by_rows, by_tokens, round_rows, times
+from quire.ops.triton.moe_bytes import GROUP, BytesConfig, RoundedTokens, of_rows, of_tokens, round_rows, times
 from quire.ops.triton.moe_coded_few import CodedFewConfig, constants
 from quire.ops.triton.sizes import cdiv
 
@@ -71,9 +71,9 @@ def _sum_bytes(
             y = y.to(x.dtype)
         if SCALED:
             part = times(x, y, tl.zeros_like(acc), SWAP, PRECISION)
-            part = by_rows(part, scales_at(scale, grid + start // BLOCK_K, None), SWAP)
+            part *= of_rows(scales_at(scale, grid + start // BLOCK_K, None), SWAP)
             if ROUNDED:
-                part = by_tokens(part, tl.load(a_scale + source * groups + start // 128), SWAP)
+                part *= of_tokens(tl.load(a_scale + source * groups + start // 128), SWAP)
             acc += part
         else:
             acc = times(x, y, acc, SWAP, PRECISION)
@@ -123,7 +123,7 @@ def _sum_halves(
         if BLOCK_K >= 128:
             part = times(x_low, low, tl.zeros_like(acc), SWAP, PRECISION)
             part = times(x_high, high, part, SWAP, PRECISION)
-            acc += by_rows(part, scales_at(scale, grid + start // BLOCK_K, None), SWAP)
+            acc += part * of_rows(scales_at(scale, grid + start // BLOCK_K, None), SWAP)
         else:
             acc = times(x_low, low, acc, SWAP, PRECISION)
             acc = times(x_high, high, acc, SWAP, PRECISION)
