@@ -57,8 +57,10 @@ def test_inputs_in_8_bits(kind):
 def test_bytes_by_bytes(kind, rounds, swap):
     """Both matmuls read by descriptors, the last tile of an expert not full; rounded by the first matmul or after it."""
     tile = BytesConfig(16, 128, 128, 4, 2, swap, rounds=rounds)
-    cases.check_coded("cpu", torch.float16, kind, 9, 2, 2, 256, 128, bias=True, byte_configs=(tile, tile._replace(resident=1)),
-                      round_from=0, acts=1)
+    both = tile, tile._replace(resident=1)
+    cases.check_coded(
+        "cpu", torch.float16, kind, 9, 2, 2, 256, 128, bias=True, byte_configs=both, round_from=0, acts=1
+    )  # fmt: skip
 
 
 def test_rounded_rows():

@@ -247,7 +247,9 @@ def fits(x: Tensor, up: ExpertCodes | Tensor, down: ExpertCodes | Tensor) -> boo
 def _takes(w: ExpertCodes) -> bool:
     if w.form != "e4m3" or w.width % GROUP or w.codes.data_ptr() % 16:
         return False
-    return w.row_scale is not None if w.scale is None else w.block == (GROUP, GROUP) and w.row_scale is None
+    if w.scale is None:
+        return w.row_scale is not None
+    return w.block == (GROUP, GROUP) and w.row_scale is None and w.shape[1] % GROUP == 0
 
 
 def product(
