@@ -55,7 +55,7 @@ def test_inputs_in_8_bits(kind):
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("kind", ["fp8-rows", "fp8-blocks"])
 def test_bytes_by_bytes(kind, rounds, swap):
-    """Both matmuls read by descriptors, the last tile of an expert not full; rounded by the first matmul or after it."""
+    """Both matmuls read by descriptors, an expert's last tile not full; rounded by the first matmul or after it."""
     tile = BytesConfig(16, 128, 128, 4, 2, swap, rounds=rounds)
     both = tile, tile._replace(resident=1)
     cases.check_coded(

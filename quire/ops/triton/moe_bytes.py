@@ -2,9 +2,9 @@
 
     x ──round_rows──▶ codes ──_bytes_kernel──▶ act(x w1) [P, F], sorted, rounded ──_bytes_kernel──▶ (.. w2) [P, dim]
 
-Scales of weights are those of rows, which multiply the result, or of blocks of 128 x 128. Inputs have one scale per row,
-or one for each 128 columns. Where either side has scales of 128 columns, sums of 128 columns are scaled and then added
-up. The first matmul may round its results itself, if its tiles are 128 columns wide.
+Scales of weights are those of rows, which multiply the result, or of blocks of 128 x 128. Inputs have one scale per
+row, or one for each 128 columns. Where either side has scales of 128 columns, sums of 128 columns are scaled and then
+added up. The first matmul may round its results itself, if its tiles are 128 columns wide.
 
 Weights are read through a descriptor, and so are the rows of the second matmul; those of the first are gathered. With
 few rows per expert, tiles are swapped: weights are the left operand, whose tiles have at least 64 rows on Hopper, and
@@ -195,8 +195,8 @@ def _bytes_kernel(
     SWAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     FLAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (programs,). w: a descriptor; a: one too, or with FIRST the tokens themselves. STEPS: inputs have a scale for
-    each 128 columns; BLOCKS: so have weights, for 128 rows. ROUND: so will results, which are codes."""
+    """grid (programs,). w: a descriptor; a: one too, or with FIRST the tokens themselves. STEPS: inputs have a scale
+    for each 128 columns; BLOCKS: so have weights, for 128 rows. ROUND: so will results, which are codes."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

@@ -4,8 +4,8 @@
 
 Codes become numbers of the input's type before they are multiplied: exactly, but for the scales of blocks narrower than
 a step (4 bits in groups of 16 to 64 columns), which are multiplied into them first. Scales of wider blocks multiply the
-sums of a step, those of rows the result. With many pairs per expert, 8-bit weights are multiplied by inputs that are
-rounded to 8 bits too, by the tensor cores' 8-bit instructions (`round_rows`).
+sums of a step, those of rows the result. 8-bit weights are multiplied by inputs that are rounded to 8 bits too, by
+moe_bytes.py where sizes and scales allow it, else here, with many pairs per expert.
 
 Tiles may be swapped: weights are then the left operand, which tensor cores take from registers, and tokens the right.
 Floor, per layer: 3 dim F codes of every expert that is touched, and 6 P dim F operations. 128 experts of 2048 x 768, 8
@@ -14,6 +14,7 @@ bits: 604 MB, 141 us; 32 experts of 2880 x 2880, 4.25 bits: 423 MB, 98 us.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -248,13 +249,13 @@ def run_experts(
     known = moe.fused_act(act, codes)
     if configs is None and byte_configs is None and tokens <= moe.FEW_TOKENS and not fixed:
         return _run_few(x, weights, index, up, down, b1, b2, act, known, stream, early, few)
-    rounds = round_from is not None and not fixed and x.dtype is not torch.float32
-    if rounds and known is not None and configs is None and tokens > 1 and moe_bytes.fits(x, up, down):
+    most = math.inf if round_from is None or fixed or x.dtype is torch.float32 else round_from * experts
+    if most < math.inf and known is not None and configs is None and tokens > 1 and moe_bytes.fits(x, up, down):
         assert isinstance(up, ExpertCodes) and isinstance(down, ExpertCodes)
         return moe_bytes.run_experts(
             x, weights, index, up, down, b1=b1, b2=b2, act=known, stream=stream, configs=byte_configs, early=early
         )
-    rounds = rounds and pairs > round_from * experts
+    rounds = pairs > most
     first, second = configs or configs_of(pairs, experts, x.dtype, fixed=fixed)
     if rounds and configs is None:
         first, second = rounded_config(up, first, 0), rounded_config(down, second, 1)
