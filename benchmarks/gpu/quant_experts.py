@@ -4,8 +4,9 @@
     python benchmarks/gpu/quant_experts.py --sweep 32 256        # other tiles for these numbers of tokens, best first
 
 A layer is routing, experts and the weighted sum, inside a CUDA graph that goes through several routings, launched
-early; the median of many replays, by CUDA events. Codes are random, and every form is checked against its reference first (err: for 2, 48
-and 2048 tokens). a16: inputs of fp8 weights are never rounded to 8 bits. The first run compiles, and takes longer.
+early; the median of many replays, by CUDA events. Codes are random, and every form is checked against its reference
+first (err: for 2, 48 and 2048 tokens). a16: inputs of fp8 weights are never rounded to 8 bits. The first run compiles,
+and takes longer.
 """
 
 from __future__ import annotations

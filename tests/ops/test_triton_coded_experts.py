@@ -56,7 +56,7 @@ def test_inputs_in_8_bits(kind):
 @pytest.mark.parametrize("kind", ["fp8-rows", "fp8-blocks"])
 def test_bytes_by_bytes(kind, rounds, swap):
     """Both matmuls read by descriptors, an expert's last tile not full; rounded by the first matmul or after it."""
-    tile = BytesConfig(16, 128, 128, 4, 2, swap, rounds=rounds)
+    tile = BytesConfig(16, 128, 128, 4, 2, swap, steps=rounds and swap, rounds=rounds)
     both = tile, tile._replace(resident=1)
     cases.check_coded(
         "cpu", torch.float16, kind, 9, 2, 2, 256, 128, bias=True, byte_configs=both, round_from=0, acts=1

@@ -110,23 +110,26 @@ def test_few(coded, shape, norm_kind, early):
     assert ("griddepcontrol.wait" in text) == early
 
 
+@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_few_tokens_of_a_mixture(early):
+def test_few_tokens_of_a_mixture(early, coded):
     up, down = moe_few.MoeFewConfig()
+    weights = {"w": "*fp8e4nv" if coded else HALF, "scale": WIDE if coded else "none"}
     kinds = {
-        "x": HALF, "index": WHOLE, "w": HALF, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
+        "x": HALF, "index": WHOLE, **weights, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
         "w_stride_n": "i32", "alpha": "fp32", "limit": "fp32",
     }  # fmt: skip
-    constants = {"N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "BIAS": False, "EARLY": early}
+    constants = {"N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "SCALED": coded, "BIAS": False}
+    constants |= {"EARLY": early}
     compiled(moe_few._up_kernel, kinds, constants | {"BN": up[0], "BK": up[1]}, warps=up[2], early=early)
     kinds = {
-        "h": HALF, "index": WHOLE, "weights": WIDE, "w": HALF, "bias": "none", "stream": HALF, "out": HALF,
+        "h": HALF, "index": WHOLE, "weights": WIDE, **weights, "bias": "none", "stream": HALF, "out": HALF,
         "w_stride_e": "i32", "w_stride_n": "i32",
     }  # fmt: skip
     for top_k, block in ((8, 8), (6, 8)):
         constants = {
-            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "BIAS": False, "ADD": True, "BN": down[0],
-            "BK": down[1], "EARLY": early,
+            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "SCALED": coded, "BIAS": False, "ADD": True,
+            "BN": down[0], "BK": down[1], "EARLY": early,
         }  # fmt: skip
         compiled(moe_few._down_kernel, kinds, constants, warps=down[2], early=early)
 
@@ -221,7 +224,7 @@ def test_grouped_products_of_bytes(each, first, blocks, bias):
     configs = moe_bytes.configs_of(128 * each, side, side)
     config = configs[0 if first else 1]._replace(bm=configs[0].bm)
     rounds = first and config.rounds
-    steps = blocks or (not first and configs[0].rounds)
+    steps = blocks or (config.steps if first else configs[0].rounds or config.steps)
     parts = 2 if first and not steps and not config.swap else 1
     kinds = {
         "a": "*fp8e4nv" if first else f"tensordesc<fp8e4nv[{config.bm},{config.bk}]>", "a_scale": WIDE,

@@ -32,11 +32,14 @@ from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 GROUP = 128  # columns of an input that share a scale, if those of the weights do; and of a step
 LARGEST = tl.constexpr(448.0)  # of e4m3
+_ROUND_FEW, _ROUND_MANY = 1024, 4096  # numbers that one program rounds, if there are up to or more than so many:
+_MANY = 1 << 21
 
 
 class BytesConfig(NamedTuple):
     """BN counts result columns. `resident`: persistent programs of a multiprocessor, with flattened loops if `flat`; 0:
-    each takes one tile. `rounds`: the first matmul rounds its results, of BN 128, itself."""
+    each takes one tile. `steps`: inputs have a scale for each 128 columns, as they must where blocks of weights have.
+    `rounds`: the first matmul rounds its results, of BN 128, itself, for steps. `registers`: at most, of a thread."""
 
     bm: int
     bn: int
@@ -47,7 +50,9 @@ class BytesConfig(NamedTuple):
     resident: int = 0
     flat: bool = True
     group: int = 8
-    rounds: bool = True
+    steps: bool = False
+    rounds: bool = False
+    registers: int | None = None
 
 
 class RoundedTokens(NamedTuple):
@@ -58,36 +63,37 @@ class RoundedTokens(NamedTuple):
 # --- inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _round_kernel(
-    x, codes, scale, K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_G: tl.constexpr,
+    x, codes, scale, total, K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (rows,): SIZE columns share a scale."""
+    """ROWS of all `total` groups of SIZE columns, of which each row of x has GROUPS."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    group, k = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK)
-    at = group[:, None] * SIZE + k[None, :]
-    inside = (k < SIZE)[None, :] & (at < K)
-    y = tl.load(x + row * K + at, mask=inside, other=0.0).to(tl.float32)
+    group, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    column = (group % GROUPS * SIZE)[:, None] + k[None, :]
+    at = (group // GROUPS).to(tl.int64)[:, None] * K + column
+    inside = (group < total)[:, None] & (k < SIZE)[None, :] & (column < K)
+    y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     s = tl.maximum(tl.max(tl.abs(y), 1), 1e-12) / LARGEST
-    tl.store(scale + row * GROUPS + group, s, mask=group < GROUPS)
-    tl.store(codes + row * K + at, (y / s[:, None]).to(codes.dtype.element_ty), mask=inside)
+    tl.store(scale + group, s, mask=group < total)
+    tl.store(codes + at, (y / s[:, None]).to(codes.dtype.element_ty), mask=inside)
 
 
 def round_rows(x: Tensor, size: int, *, early: bool = False) -> RoundedTokens:
     """x [rows, width] (contiguous) to e4m3, with a scale for each `size` columns."""
     rows, width = x.shape
     size = min(size, width)
-    groups = cdiv(width, size)
+    groups, block = cdiv(width, size), next_power_of_2(size)
+    total = rows * groups
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    block_g, block = next_power_of_2(groups), next_power_of_2(size)
-    _round_kernel[(rows,)](
-        x, codes, scale, K=width, GROUPS=groups, SIZE=size, BLOCK_G=block_g, BLOCK=block, EARLY=early,
-        num_warps=min(max(block_g * block // 512, 1), 8), **({"launch_pdl": True} if early else {}),
+    tile = max(_ROUND_MANY if total * size > _MANY else _ROUND_FEW, block)
+    _round_kernel[(cdiv(total, tile // block),)](
+        x, codes, scale, total, K=width, GROUPS=groups, SIZE=size, ROWS=tile // block, BLOCK=block, EARLY=early,
+        num_warps=4 if tile > _ROUND_FEW else 2, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return RoundedTokens(codes, scale)
 
@@ -263,7 +269,7 @@ def product(
     first = act is not None
     (experts, rows, k), bm, bn = w.shape, config.bm, config.bn
     n, parts = (rows // 2, 2) if first else (rows, 1)
-    steps = a.scale.shape[1] > 1 or w.scale is not None
+    steps = w.scale is not None or a.scale.shape[1] > 1
     device, codes = a.codes.device, torch.float8_e4m3fn
     out = torch.empty((pairs, n), dtype=codes if dtype is None else dtype, device=device)
     scale = torch.empty((pairs, n // GROUP), dtype=torch.float32, device=device) if dtype is None else None
@@ -278,21 +284,28 @@ def product(
         EXPERTS=experts, N=n, K=k, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, STEPS=steps,
         BLOCKS=w.scale is not None, ROUND=dtype is None, SWAP=config.swap, BM=bm, BN=bn, BK=config.bk,
         GROUP=config.group, FLAT=config.flat and config.resident > 0, EARLY=early, num_warps=config.warps,
-        num_stages=config.stages, **({"launch_pdl": True} if early else {}),
+        num_stages=config.stages, maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out if scale is None else RoundedTokens(out, scale)
 
 
+_FEW = BytesConfig(16, 128, 128, 4, 3, swap=True, steps=True, rounds=True)
+_SOME = BytesConfig(64, 128, 128, 4, 4)
+_MANY_ROWS = BytesConfig(128, 128, 128, 8, 4), BytesConfig(128, 256, 128, 8, 3, resident=1)
+
+
 def configs_of(pairs: int, up: ExpertCodes, down: ExpertCodes) -> tuple[BytesConfig, BytesConfig]:
     """Tiles of the first and the second matmul, by the average number of pairs per expert, as measured on an H200."""
-    each = pairs / up.shape[0]
+    each, blocks = pairs / up.shape[0], up.scale is not None or down.scale is not None
     if each <= 12:
-        return BytesConfig(16, 128, 128, 4, 3, True), BytesConfig(16, 128, 128, 4, 4, True)
-    if each <= 40:
-        return BytesConfig(32, 128, 128, 4, 3, True), BytesConfig(32, 128, 128, 4, 4, True)
-    if each <= 96:
-        return BytesConfig(64, 128, 128, 4, 3, True), BytesConfig(64, 128, 128, 4, 4, True)
-    return BytesConfig(128, 128, 128, 8, 3, False, 1), BytesConfig(128, 128, 128, 8, 3, False, 1)
+        return _FEW, _FEW._replace(stages=4)
+    if each <= 24:
+        return _FEW._replace(bm=32), _FEW._replace(bm=32, stages=4)
+    if blocks:
+        return _SOME._replace(warps=8, rounds=True), _SOME._replace(resident=2 if each > 200 else 0)
+    if each <= 200:
+        return _SOME._replace(rounds=True), _SOME._replace(resident=2)
+    return _MANY_ROWS
 
 
 def run_experts(
@@ -304,17 +317,17 @@ def run_experts(
     pairs, experts, top_k = index.numel(), up.shape[0], index.shape[1]
     first, second = configs or configs_of(pairs, up, down)
     tiles = moe.sort_pairs(index, experts, first.bm, early=early)
-    a = round_rows(x, _group_of(up), early=early)
+    a = round_rows(x, _group_of(up, first), early=early)
     dtype = None if first.rounds else x.dtype
     h = product(a, up, b1, tiles[:4], top_k, pairs=pairs, act=act, config=first, dtype=dtype, early=early)
     if isinstance(h, Tensor):
-        h = round_rows(h, _group_of(down), early=early)
+        h = round_rows(h, _group_of(down, second), early=early)
     second = second._replace(bm=first.bm)
     y = product(h, down, b2, tiles[:4], top_k, pairs=pairs, act=None, config=second, dtype=x.dtype, early=early)
     assert isinstance(y, Tensor)
     return moe.combine(y, weights, stream, early=early)
 
 
-def _group_of(w: ExpertCodes) -> int:
+def _group_of(w: ExpertCodes, config: BytesConfig) -> int:
     """How many columns of an input share a scale."""
-    return w.width if w.scale is None else GROUP
+    return GROUP if config.steps or w.scale is not None else w.width
