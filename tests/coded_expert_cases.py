@@ -11,7 +11,7 @@ from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops.coded_experts import ExpertCodes
 from quire.ops.mx_experts import MxCodes, shapes_of
-from quire.ops.triton import act, moe, moe_coded
+from quire.ops.triton import act, moe, moe_bytes, moe_coded
 from quire.ops.triton.moe_coded_few import CodedFewConfig
 from tests.fused_cases import Draw
 
@@ -94,7 +94,7 @@ def _scales(draw: Draw, size: float, *shape: int, spread: float = 1.0) -> torch.
 
 def check_coded(
     device, dtype, kind, tokens, experts, top_k, dim, ffn, *, bias=False, configs=None, fixed=False, early=False,
-    round_from=None, few=CodedFewConfig(), acts=3, seed=0,
+    byte_configs=None, round_from=None, few=CodedFewConfig(), acts=3, seed=0,
 ):  # fmt: skip
     """Up to two activations that the first matmul applies and one that it does not; with and without the stream."""
     draw = Draw(seed, device, dtype)
@@ -112,7 +112,7 @@ def check_coded(
     )
     for used, meant in every[:acts]:
         rest = {"b1": b1, "b2": b2, "act": used, "codes": codes, "configs": configs, "fixed": fixed, "early": early,
-                "round_from": round_from, "few": few}  # fmt: skip
+                "byte_configs": byte_configs, "round_from": round_from, "few": few}  # fmt: skip
         found = moe_coded.run_experts(x, weights, index, w1, w2, **rest)
         wide = [None if t is None else t.float() for t in (x, b1, b2)]
         wanted = ops.run_coded_experts.reference(
@@ -130,7 +130,7 @@ def check_rounded(device, dtype, error, smallest):
     x = Draw(0, device, dtype).normal(5, 300)
     x[2] = 0
     for size in (128, 300):
-        codes, scale = moe_coded.round_rows(x, size)
+        codes, scale = moe_bytes.round_rows(x, size)
         spread = scale.repeat_interleave(size, 1)[:, :300]
         largest = torch.nn.functional.pad(x, (0, -300 % size)).unflatten(1, (-1, size)).abs().amax(-1).float()
         torch.testing.assert_close(scale * 448, largest.clamp(min=1e-12), rtol=1e-6, atol=0)

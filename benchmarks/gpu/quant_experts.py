@@ -3,9 +3,10 @@
     python benchmarks/gpu/quant_experts.py                       # both shapes, all forms
     python benchmarks/gpu/quant_experts.py --sweep 32 256        # other tiles for these numbers of tokens, best first
 
-A layer is routing, experts and the weighted sum, inside a CUDA graph that goes through several routings; the median of
-many replays, by CUDA events. Codes are random, and every form is checked against its reference first (err: for 2, 48
-and 2048 tokens). a16: inputs of fp8 weights are never rounded to 8 bits. The first run compiles, and takes longer.
+A layer is routing, experts and the weighted sum, inside a CUDA graph that goes through several routings, launched
+early; the median of many replays, by CUDA events. Codes are random, and every form is checked against its reference
+first (err: for 2, 48 and 2048 tokens). a16: inputs of fp8 weights are never rounded to 8 bits. The first run compiles,
+and takes longer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,17 +26,20 @@ from quire.ops import moe as moe_ops
 from quire.ops.act import GATED, clamped_swiglu
 from quire.ops.coded_experts import ExpertCodes
 from quire.ops.mx_experts import MxCodes, shapes_of
-from quire.ops.triton import act, moe, moe_coded
+from quire.ops.triton import act, moe, moe_bytes, moe_coded
+from quire.ops.triton.moe_bytes import BytesConfig
 from quire.ops.triton.moe_coded import CodedTileConfig
 from quire.ops.triton.moe_coded_few import CodedFewConfig
 
-TOKENS = (1, 32, 256, 2048, 8192)
+TOKENS = (1, 8, 32, 128, 256, 512, 2048, 8192, 16384)
 BF16 = torch.bfloat16
 SILU = act.gated_form(act.SILU)
 CLAMPS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0}
 CODES: dict[Callable, int] = {SILU: act.SILU, act.clamped_swiglu: act.CLAMPED}
 Side = ExpertCodes | MxCodes | Tensor
 PACKED = "mx-packed"  # MXFP4 as Hopper's kernel reads it
+SIDES = ("first", "second")
+Tried = tuple[str, str, NamedTuple, tuple[NamedTuple, NamedTuple]]  # how tiles are passed, which, those of it, of both
 
 
 class Shape(NamedTuple):
@@ -106,7 +110,8 @@ class Layer(NamedTuple):
         return cls(shape, up, down, *biases)
 
     def run(self, x: Tensor, logits: Tensor, **how: Any) -> Tensor:
-        weights, index = moe.route(logits, self.shape.top_k)
+        weights, index = moe.route(logits, self.shape.top_k, early=True)
+        how = {"early": True, **how}
         if isinstance(self.up, MxCodes) or isinstance(self.down, MxCodes):
             return self._run_packed(x, weights, index, **how)
         rest = {"b1": self.b1, "b2": self.b2, "act": self.shape.act, "codes": CODES, "stream": x, **how}
@@ -175,7 +180,7 @@ def compare(shape: Shape) -> None:
         if form.startswith("fp8"):
             line = [
                 f"{tokens}: {(took := seconds(layer, tokens, round_from=None)) * 1e6:.0f}us x{plain[tokens] / took:.2f}"
-                for tokens in TOKENS[2:]
+                for tokens in TOKENS[1:]
             ]
             print(f"{'':12} {'  a16':10} {'  '.join(line)}", flush=True)
         del layer
@@ -193,29 +198,54 @@ def sweep(shape: Shape, form: str, tokens: int) -> None:
                 tried.append((seconds(layer, tokens, few=few), f"{side} {bn, size, warps}"))
         report(shape, form, tokens, tried)
         return
-    each = tokens * shape.top_k / shape.experts
-    first, second = moe_coded.configs_of(tokens * shape.top_k, shape.experts, BF16)
     tried = []
-    steps = (64, 128) if form.startswith("fp8") else (128,)
-    heights = [bm for bm in (16, 32, 64, 128) if bm >= min(first.bm, each / 4) and bm <= max(16, each * 4)]
-    for bm, bn, bk, (warps, stages), swap in itertools.product(
-        heights, (32, 64, 128, 256), steps, ((4, 3), (4, 4), (8, 3)), (True, False)
-    ):
-        for side in ("first", "second"):
-            config = CodedTileConfig(bm, bn, bk, warps, stages, swap)
-            if bm * bn > 128 * 256 or (side == "first" and bm * bn > 128 * 128):
-                continue
-            pair = (config, second) if side == "first" else (first._replace(bm=bm), config)
-            try:
-                tried.append((seconds(layer, tokens, configs=pair), f"{side} {tuple(config)}"))
-            except Exception as wrong:  # too much shared memory, or registers: not a choice
-                if "CUDA error" in str(wrong):
-                    raise
+    for name, side, config, pair in (byte_tiles if is_bytes(layer) else coded_tiles)(layer, tokens):
+        try:
+            tried.append((seconds(layer, tokens, **{name: pair}), f"{side} {tuple(config)}"))
+        except Exception as wrong:  # too much shared memory, or registers: not a choice
+            if "CUDA error" in str(wrong):
+                raise
     report(shape, form, tokens, tried)
 
 
+def is_bytes(layer: Layer) -> bool:
+    if isinstance(layer.up, MxCodes) or isinstance(layer.down, MxCodes):
+        return False
+    return moe_bytes.fits(inputs(layer.shape, 2)[0], layer.up, layer.down)
+
+
+def heights(layer: Layer, tokens: int, least: int) -> list[int]:
+    each = tokens * layer.shape.top_k / layer.shape.experts
+    return [bm for bm in (16, 32, 64, 128) if bm >= min(least, each / 4) and bm <= max(16, each * 4)]
+
+
+def coded_tiles(layer: Layer, tokens: int) -> Iterator[Tried]:
+    first, second = moe_coded.configs_of(tokens * layer.shape.top_k, layer.shape.experts, BF16)
+    for bm, bn, (warps, stages), swap, side in itertools.product(
+        heights(layer, tokens, first.bm), (32, 64, 128, 256), ((4, 3), (4, 4), (8, 3)), (True, False), (0, 1)
+    ):
+        config = CodedTileConfig(bm, bn, 128, warps, stages, swap)
+        if bm * bn <= 128 * (256 if side else 128):
+            pair = (first._replace(bm=bm), config) if side else (config, second)
+            yield "configs", SIDES[side], config, pair
+
+
+def byte_tiles(layer: Layer, tokens: int) -> Iterator[Tried]:
+    """Those of a first matmul that does not round its results are 64 columns wide."""
+    assert isinstance(layer.up, ExpertCodes) and isinstance(layer.down, ExpertCodes)
+    first, second = moe_bytes.configs_of(tokens * layer.shape.top_k, layer.up, layer.down)
+    for bm, bn, (warps, stages), swap, resident, side in itertools.product(
+        heights(layer, tokens, first.bm), (64, 128, 256), ((4, 3), (4, 4), (8, 3), (8, 4)), (True, False), (0, 1, 2),
+        (0, 1),
+    ):  # fmt: skip
+        config = BytesConfig(bm, bn, 128, warps, stages, swap, resident, rounds=bn == 128)
+        if side or bn < 256:
+            pair = (first._replace(bm=bm), config) if side else (config, second)
+            yield "byte_configs", SIDES[side], config, pair
+
+
 def report(shape: Shape, form: str, tokens: int, tried: list[tuple[float, str]]) -> None:
-    for side in ("first", "second", "up", "down"):
+    for side in (*SIDES, "up", "down"):
         best = sorted(entry for entry in tried if entry[1].startswith(f"{side} "))[:4]
         for took, config in best:
             print(f"{shape.name:12} {form:10} {tokens:5}: {took * 1e6:7.1f} us  {config}", flush=True)

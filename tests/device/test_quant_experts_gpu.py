@@ -19,7 +19,7 @@ from quire.loader.load import load_model
 from quire.ops import coded_experts as ops
 from quire.ops import moe as moe_ops
 from quire.ops.act import GATED
-from quire.ops.triton import act, moe, moe_coded
+from quire.ops.triton import act, moe, moe_bytes, moe_coded
 from tests import coded_expert_cases as cases
 from tests.fused_cases import Draw
 from tests.quantized import Form, awq, compressed, gptq, nvfp4_modelopt, packed_ints, small_floats, write, write_gpt_oss
@@ -50,6 +50,33 @@ def test_kernels_of_many_tokens(kind: str) -> None:
 def test_inputs_in_8_bits(kind: str, tokens: int) -> None:
     cases.check_coded("cuda", torch.bfloat16, kind, tokens, 8, 2, 512, 256, bias=True, round_from=0)
     cases.check_coded("cuda", torch.bfloat16, kind, tokens, 5, 2, 360, 200, round_from=0)
+
+
+@pytest.mark.parametrize("tokens", [2, 150, 300, 1200, 5000])
+@pytest.mark.parametrize("kind", ["fp8-rows", "fp8-blocks"])
+def test_bytes_by_bytes(kind: str, tokens: int) -> None:
+    """Every tile that moe_bytes.py chooses, after early launches and without."""
+    used = moe_bytes.configs_of(4 * tokens, *(cases.make_codes(kind, Draw(0, "cuda"), 32, 256, 256),) * 2)
+    how: dict[str, Any] = {"byte_configs": used, "round_from": 0, "acts": 1}
+    cases.check_coded("cuda", torch.bfloat16, kind, tokens, 32, 4, 512, 256, early=True, **how)
+    cases.check_coded("cuda", torch.float16, kind, tokens, 32, 4, 512, 384, bias=True, **how)
+
+
+@pytest.mark.parametrize("kind", ["fp8-rows", "fp8-blocks"])
+def test_tokens_that_all_choose_the_same_experts(kind: str) -> None:
+    """Of 64 experts, two have all pairs."""
+    draw = Draw(0, "cuda", torch.bfloat16)
+    w1, w2 = cases.make_codes(kind, draw, 64, 2 * 256, 512), cases.make_codes(kind, draw, 64, 512, 256)
+    for tokens in (7, 130, 3001):
+        x, weights = draw.normal(tokens, 512), draw.normal(tokens, 2, dtype=torch.float32)
+        index = torch.tensor([[61, 5]], device="cuda", dtype=torch.int32).expand(tokens, 2)
+        found = moe_coded.run_experts(
+            x, weights, index, w1, w2, b1=None, b2=None, act=SILU, codes=CODES
+        )  # fmt: skip
+        wanted = ops.run_coded_experts.reference(
+            x.float(), weights, index.long(), w1, w2, b1=None, b2=None, act=GATED["silu"].reference
+        )  # fmt: skip
+        assert (found.float() - wanted).norm() / wanted.norm() < cases.ROUNDED_LIMIT
 
 
 def test_rounded_rows() -> None:
@@ -101,7 +128,7 @@ def test_a_captured_graph_serves_any_routing(kind: str, tokens: int) -> None:
         wanted = ops.run_coded_experts.reference(
             x.float(), weights, index, w1, w2, b1=None, b2=None, act=GATED["silu"].reference
         )  # fmt: skip
-        limit = cases.ROUNDED_LIMIT if kind.startswith("fp8") and tokens == 900 else 1.5e-2
+        limit = cases.ROUNDED_LIMIT if kind.startswith("fp8") and tokens > moe.FEW_TOKENS else 1.5e-2
         assert (out.float() - wanted).norm() / wanted.norm() < limit
 
 
@@ -216,7 +243,7 @@ def test_rounding_to_fp8_while_loading(tmp_path: Path) -> None:
     for mine, wanted in zip(stored_in(model), stored_in(plain), strict=True):
         weights, index = moe_ops.route(logits, 2)
         found, meant = mine.multiply(x, weights, index), wanted.multiply(x, weights, index)
-        assert (found - meant).norm() / meant.norm() < 0.06
+        assert (found - meant).norm() / meant.norm() < 0.08  # weights and inputs of both matmuls
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 pytest.importorskip("tests.interpreted")
 
 from quire.ops.triton import moe_mx
+from quire.ops.triton.moe_bytes import BytesConfig
 from quire.ops.triton.moe_coded import CodedTileConfig
 from quire.ops.triton.moe_coded_few import CodedFewConfig
 from tests import coded_expert_cases as cases
@@ -48,6 +49,18 @@ def test_by_the_fixed_tiles():
 @pytest.mark.parametrize("kind", ["fp8-rows", "fp8-blocks"])
 def test_inputs_in_8_bits(kind):
     cases.check_coded("cpu", torch.float16, kind, 5, 2, 2, 160, 48, bias=True, configs=SMALL, round_from=0, acts=1)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("kind", ["fp8-rows", "fp8-blocks"])
+def test_bytes_by_bytes(kind, rounds, swap):
+    """Both matmuls read by descriptors, an expert's last tile not full; rounded by the first matmul or after it."""
+    tile = BytesConfig(16, 128, 128, 4, 2, swap, steps=rounds and swap, rounds=rounds)
+    both = tile, tile._replace(resident=1)
+    cases.check_coded(
+        "cpu", torch.float16, kind, 9, 2, 2, 256, 128, bias=True, byte_configs=both, round_from=0, acts=1
+    )  # fmt: skip
 
 
 def test_rounded_rows():

@@ -24,7 +24,7 @@ from quire.ops import act as act_ops
 from quire.ops import moe as moe_ops
 from quire.ops.act import clamped_swiglu
 from quire.ops.coded import CodedWeight
-from quire.ops.coded_experts import run_coded_experts
+from quire.ops.coded_experts import ExpertCodes, run_coded_experts
 from quire.ops.few import NormRule, linear_add, norm_linear
 from quire.ops.triton import (
     act,
@@ -36,6 +36,7 @@ from quire.ops.triton import (
     lora,
     mask,
     moe,
+    moe_bytes,
     moe_coded,
     moe_coded_few,
     moe_few,
@@ -109,23 +110,26 @@ def test_few(coded, shape, norm_kind, early):
     assert ("griddepcontrol.wait" in text) == early
 
 
+@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_few_tokens_of_a_mixture(early):
+def test_few_tokens_of_a_mixture(early, coded):
     up, down = moe_few.MoeFewConfig()
+    weights = {"w": "*fp8e4nv" if coded else HALF, "scale": WIDE if coded else "none"}
     kinds = {
-        "x": HALF, "index": WHOLE, "w": HALF, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
+        "x": HALF, "index": WHOLE, **weights, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
         "w_stride_n": "i32", "alpha": "fp32", "limit": "fp32",
     }  # fmt: skip
-    constants = {"N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "BIAS": False, "EARLY": early}
+    constants = {"N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "SCALED": coded, "BIAS": False}
+    constants |= {"EARLY": early}
     compiled(moe_few._up_kernel, kinds, constants | {"BN": up[0], "BK": up[1]}, warps=up[2], early=early)
     kinds = {
-        "h": HALF, "index": WHOLE, "weights": WIDE, "w": HALF, "bias": "none", "stream": HALF, "out": HALF,
+        "h": HALF, "index": WHOLE, "weights": WIDE, **weights, "bias": "none", "stream": HALF, "out": HALF,
         "w_stride_e": "i32", "w_stride_n": "i32",
     }  # fmt: skip
     for top_k, block in ((8, 8), (6, 8)):
         constants = {
-            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "BIAS": False, "ADD": True, "BN": down[0],
-            "BK": down[1], "EARLY": early,
+            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "SCALED": coded, "BIAS": False, "ADD": True,
+            "BN": down[0], "BK": down[1], "EARLY": early,
         }  # fmt: skip
         compiled(moe_few._down_kernel, kinds, constants, warps=down[2], early=early)
 
@@ -206,6 +210,39 @@ def test_grouped_products_by_descriptors(each, first, bias):
     found = compiled(moe_many._many_kernel, kinds, constants, warps=config.warps, stages=config.stages, early=True)
     assert found.metadata.shared <= 227 * 1024
     assert ("wgmma" in found.asm["ptx"] or config.bm < 64) and "cp.async.bulk.tensor" in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("each", [1, 16, 64, 200, 1000])
+def test_grouped_products_of_bytes(each, first, blocks, bias):
+    """Hopper's 8-bit instructions for all tiles, whose weights never go through registers."""
+    shape = torch.empty((128, 1536, 2048), dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty(1, device="meta")
+    side = ExpertCodes("e4m3", shape, 2048, scale if blocks else None, row_scale=None if blocks else scale)
+    configs = moe_bytes.configs_of(128 * each, side, side)
+    config = configs[0 if first else 1]._replace(bm=configs[0].bm)
+    rounds = first and config.rounds
+    steps = blocks or (config.steps if first else configs[0].rounds or config.steps)
+    parts = 2 if first and not steps and not config.swap else 1
+    kinds = {
+        "a": "*fp8e4nv" if first else f"tensordesc<fp8e4nv[{config.bm},{config.bk}]>", "a_scale": WIDE,
+        "w": f"tensordesc<fp8e4nv[{parts},{config.bn},{config.bk}]>", "w_scale": WIDE, "bias": HALF if bias else "none",
+        "out": "*fp8e4nv" if rounds else HALF, "out_scale": WIDE if rounds else "none", "order": WHOLE,
+        "tile_expert": WHOLE, "tile_start": WHOLE, "end": WHOLE, "programs": "i32", "alpha": "fp32", "limit": "fp32",
+    }  # fmt: skip
+    constants = {
+        "EXPERTS": 128, "N": 768 if first else 2048, "K": 2048 if first else 768, "TOP_K": 8, "ACT": 0, "BIAS": bias,
+        "FIRST": first, "STEPS": steps, "BLOCKS": blocks, "ROUND": rounds, "SWAP": config.swap, "BM": config.bm,
+        "BN": config.bn, "BK": config.bk, "GROUP": config.group, "FLAT": config.flat and config.resident > 0,
+        "EARLY": True,
+    }  # fmt: skip
+    found = compiled(moe_bytes._bytes_kernel, kinds, constants, warps=config.warps, stages=config.stages, early=True)
+    assert found.metadata.shared <= 227 * 1024
+    text = found.asm["ptx"]
+    assert "cp.async.bulk.tensor" in text and "wgmma.mma_async" in text and "e4m3.e4m3" in text
+    assert not re.search(r"wgmma.mma_async[^;]*\}, *\{", text)  # the left operand would be registers
 
 
 CODED = {  # as 128 experts of 2048 x 768 have them; mxfp4: 32 of 2880 x 2880

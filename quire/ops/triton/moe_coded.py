@@ -4,8 +4,8 @@
 
 Codes become numbers of the input's type before they are multiplied: exactly, but for the scales of blocks narrower than
 a step (4 bits in groups of 16 to 64 columns), which are multiplied into them first. Scales of wider blocks multiply the
-sums of a step, those of rows the result. With many pairs per expert, 8-bit weights are multiplied by inputs that are
-rounded to 8 bits too, by the tensor cores' 8-bit instructions (`round_rows`).
+sums of a step, those of rows the result. 8-bit weights are multiplied by inputs that are rounded to 8 bits too, by
+moe_bytes.py where sizes and scales allow it, else here, with many pairs per expert.
 
 Tiles may be swapped: weights are then the left operand, which tensor cores take from registers, and tokens the right.
 Floor, per layer: 3 dim F codes of every expert that is touched, and 6 P dim F operations. 128 experts of 2048 x 768, 8
@@ -14,6 +14,7 @@ bits: 604 MB, 141 us; 32 experts of 2880 x 2880, 4.25 bits: 423 MB, 98 us.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,15 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.coded_experts import ExpertCodes
-from quire.ops.triton import moe, moe_coded_few, moe_few
+from quire.ops.triton import moe, moe_bytes, moe_coded_few, moe_few
 from quire.ops.triton.act import gate_up
 from quire.ops.triton.decode import scales_at, spread, values_of, zeros_at
+from quire.ops.triton.moe_bytes import GROUP, BytesConfig, RoundedTokens, of_rows, of_tokens, round_rows, times
 from quire.ops.triton.moe_coded_few import CodedFewConfig, constants
-from quire.ops.triton.sizes import cdiv, next_power_of_2
+from quire.ops.triton.sizes import cdiv
 
 ROUND_FROM = 96  # average pairs per expert, from which inputs are rounded to 8 bits
-GROUP = 128  # columns of an input that share a scale, if those of the weights do
-_LARGEST = 448.0  # of e4m3
 
 
 class CodedTileConfig(NamedTuple):
@@ -49,63 +49,6 @@ class CodedTileConfig(NamedTuple):
 # scales of blocks, the sums of a step are kept beside those of all.
 ROUNDED_ROWS = (CodedTileConfig(128, 128, 128, 8, 3, swap=False), CodedTileConfig(128, 256, 128, 8, 3, swap=False))
 ROUNDED_BLOCKS = (CodedTileConfig(128, 64, 128, 8, 3, swap=False), CodedTileConfig(128, 128, 128, 8, 3, swap=False))
-
-
-class RoundedTokens(NamedTuple):
-    codes: Tensor  # e4m3 [rows, width]
-    scale: Tensor  # float32 [rows, groups]
-
-
-@triton.jit
-def _round_kernel(x, codes, scale, K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """grid (rows, groups): SIZE columns share a scale."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    k = tl.arange(0, BLOCK)
-    at = group * SIZE + k
-    inside = (k < SIZE) & (at < K)
-    y = tl.load(x + row * K + at, mask=inside, other=0.0).to(tl.float32)
-    s = tl.maximum(tl.max(tl.abs(y), 0), 1e-12) / 448.0
-    tl.store(scale + row * GROUPS + group, s)
-    tl.store(codes + row * K + at, (y / s).to(codes.dtype.element_ty), mask=inside)
-
-
-def round_rows(x: Tensor, size: int) -> RoundedTokens:
-    """x [rows, width] (contiguous) to e4m3, with a scale for each `size` columns."""
-    rows, width = x.shape
-    groups = cdiv(width, size)
-    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    block = next_power_of_2(min(size, width))
-    _round_kernel[(rows, groups)](
-        x, codes, scale, K=width, GROUPS=groups, SIZE=size, BLOCK=block, num_warps=1 if block <= 256 else 4
-    )  # fmt: skip
-    return RoundedTokens(codes, scale)
-
-
-@triton.jit
-def _times(x, y, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
-    """x [BM, k], y [rows, k]: acc + x y', or its transpose if swapped."""
-    if SWAP:
-        return tl.dot(y, tl.trans(x), acc, input_precision=PRECISION)
-    else:
-        return tl.dot(x, tl.trans(y), acc, input_precision=PRECISION)
-
-
-@triton.jit
-def _by_rows(acc, s, SWAP: tl.constexpr):
-    """Times one number for each row of the weights."""
-    if SWAP:
-        return acc * s[:, None]
-    else:
-        return acc * s[None, :]
-
-
-@triton.jit
-def _by_tokens(acc, s, SWAP: tl.constexpr):
-    if SWAP:
-        return acc * s[None, :]
-    else:
-        return acc * s[:, None]
 
 
 @triton.jit
@@ -128,13 +71,13 @@ def _sum_bytes(
         if not ROUNDED:
             y = y.to(x.dtype)
         if SCALED:
-            part = _times(x, y, tl.zeros_like(acc), SWAP, PRECISION)
-            part = _by_rows(part, scales_at(scale, grid + start // BLOCK_K, None), SWAP)
+            part = times(x, y, tl.zeros_like(acc), SWAP, PRECISION)
+            part *= of_rows(scales_at(scale, grid + start // BLOCK_K, None), SWAP)
             if ROUNDED:
-                part = _by_tokens(part, tl.load(a_scale + source * groups + start // 128), SWAP)
+                part *= of_tokens(tl.load(a_scale + source * groups + start // 128), SWAP)
             acc += part
         else:
-            acc = _times(x, y, acc, SWAP, PRECISION)
+            acc = times(x, y, acc, SWAP, PRECISION)
         a_at += BK
         w_at += BK
     return acc
@@ -179,12 +122,12 @@ def _sum_halves(
         low = _half(both, scale, zero, grid, start, 0, GRID_K, BLOCK_K, FORM, ZERO, R).to(x_low.dtype)
         high = _half(both, scale, zero, grid, start, 1, GRID_K, BLOCK_K, FORM, ZERO, R).to(x_low.dtype)
         if BLOCK_K >= 128:
-            part = _times(x_low, low, tl.zeros_like(acc), SWAP, PRECISION)
-            part = _times(x_high, high, part, SWAP, PRECISION)
-            acc += _by_rows(part, scales_at(scale, grid + start // BLOCK_K, None), SWAP)
+            part = times(x_low, low, tl.zeros_like(acc), SWAP, PRECISION)
+            part = times(x_high, high, part, SWAP, PRECISION)
+            acc += part * of_rows(scales_at(scale, grid + start // BLOCK_K, None), SWAP)
         else:
-            acc = _times(x_low, low, acc, SWAP, PRECISION)
-            acc = _times(x_high, high, acc, SWAP, PRECISION)
+            acc = times(x_low, low, acc, SWAP, PRECISION)
+            acc = times(x_high, high, acc, SWAP, PRECISION)
         a_at += 128
         w_at += 64
     return acc
@@ -292,20 +235,27 @@ def configs_of(
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, up: ExpertCodes | Tensor, down: ExpertCodes | Tensor, *,
     b1: Tensor | None, b2: Tensor | None, act: Callable[[Tensor], Tensor], codes: dict[Callable, int],
-    stream: Tensor | None = None, configs: tuple[CodedTileConfig, CodedTileConfig] | None = None, fixed: bool = False,
-    early: bool = False, round_from: float | None = ROUND_FROM, few: CodedFewConfig = CodedFewConfig(),
+    stream: Tensor | None = None, configs: tuple[CodedTileConfig, CodedTileConfig] | None = None,
+    byte_configs: tuple[BytesConfig, BytesConfig] | None = None, fixed: bool = False, early: bool = False,
+    round_from: float | None = ROUND_FROM, few: CodedFewConfig = CodedFewConfig(),
 ) -> Tensor:  # fmt: skip
     """As moe.run_experts. `round_from`: average pairs per expert from which inputs of 8-bit weights are rounded to 8
-    bits; None: never."""
+    bits, where moe_bytes.py, which always does, cannot multiply them; None: never."""
     (tokens, top_k), experts, pairs = index.shape, up.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
     x, index, weights = x.contiguous(), index.contiguous(), weights.contiguous()
     stream = None if stream is None else stream.contiguous()
     known = moe.fused_act(act, codes)
-    if configs is None and tokens <= moe.FEW_TOKENS and not fixed:
+    if configs is None and byte_configs is None and tokens <= moe.FEW_TOKENS and not fixed:
         return _run_few(x, weights, index, up, down, b1, b2, act, known, stream, early, few)
-    rounds = round_from is not None and not fixed and pairs > round_from * experts and x.dtype is not torch.float32
+    most = math.inf if round_from is None or fixed or x.dtype is torch.float32 else round_from * experts
+    if most < math.inf and known is not None and configs is None and tokens > 1 and moe_bytes.fits(x, up, down):
+        assert isinstance(up, ExpertCodes) and isinstance(down, ExpertCodes)
+        return moe_bytes.run_experts(
+            x, weights, index, up, down, b1=b1, b2=b2, act=known, stream=stream, configs=byte_configs, early=early
+        )
+    rounds = pairs > most
     first, second = configs or configs_of(pairs, experts, x.dtype, fixed=fixed)
     if rounds and configs is None:
         first, second = rounded_config(up, first, 0), rounded_config(down, second, 1)

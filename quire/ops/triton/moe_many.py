@@ -41,6 +41,14 @@ MOST_K = 128  # of a tile; the inner dimension is a multiple of it
 
 
 @triton.jit
+def tile_of(work, tiles, columns: tl.constexpr, GROUP: tl.constexpr):
+    """(tile of pairs, column): down GROUP tiles, then to the next column."""
+    band, inner = work // (GROUP * columns), work % (GROUP * columns)
+    height = tl.minimum(tiles - band * GROUP, GROUP)
+    return band * GROUP + inner % height, inner // height
+
+
+@triton.jit
 def _end_of(
     acc, bias, out, order, end, expert, first, column, alpha, limit,
     N: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -72,8 +80,7 @@ def _many_kernel(
     BIAS: tl.constexpr, FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, FLAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (programs,). w: a descriptor; a: one too, or with FIRST the tokens themselves. Tiles go down GROUP, then to
-    the next column."""
+    """grid (programs,). w: a descriptor; a: one too, or with FIRST the tokens themselves."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -82,9 +89,7 @@ def _many_kernel(
     tiles = tl.load(end + EXPERTS)
     k = tl.arange(0, BK)
     for work in tl.range(tl.program_id(0), tiles * columns, programs, flatten=FLAT):
-        band, inner = work // (GROUP * columns), work % (GROUP * columns)
-        height = tl.minimum(tiles - band * GROUP, GROUP)
-        tile, column = band * GROUP + inner % height, inner // height
+        tile, column = tile_of(work, tiles, columns, GROUP)
         expert, first = tl.load(tile_expert + tile), tl.load(tile_start + tile)
         acc = tl.zeros((BM, parts * BN), tl.float32)
         if FIRST:
@@ -114,6 +119,11 @@ def fits(x: Tensor, w1: Tensor, w2: Tensor) -> bool:
     )  # fmt: skip
 
 
+def num_programs(most: int, device: torch.device, resident: int) -> int:
+    """For so many tiles at most; `resident`: how many persistent programs a multiprocessor has."""
+    return min(most, resident * _sms(device)) if resident else most
+
+
 @cache
 def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
@@ -135,8 +145,7 @@ def product(
     parts = 2 if first else 1
     weights = TensorDescriptor(w, [experts * parts, n, k], [n * k, k, 1], [parts, bn, bk])
     source = a if first else TensorDescriptor(a, [pairs, k], [k, 1], [bm, bk])
-    most = expert.shape[0] * triton.cdiv(n, bn)
-    programs = min(most, _sms(a.device)) if config.resident else most
+    programs = num_programs(expert.shape[0] * triton.cdiv(n, bn), a.device, config.resident)
     _many_kernel[(programs,)](
         source, weights, bias, out, order, expert, start, end, programs, a.stride(0), alpha, limit,
         EXPERTS=experts, N=n, K=k, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, BM=bm, BN=bn, BK=bk,
