@@ -76,6 +76,8 @@ class DecoderBlock(nn.Module):
         self.in_parts = None if self.few is None else InParts(self.few, storage)
         self.rounding = None if self.few is None else Rounding.of(self.few, storage)
         self.whole = Whole.of(self, arch)
+        is_last = self.after_mlp is None and self.scale == 1.0
+        self._sums_later = is_last and isinstance(self.mlp, Moe) and self.mlp.joins  # the next norm adds experts up
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         if self.in_parts is not None and batch.only_adapters and x.shape[0] <= self.in_parts.adapter_rows:
@@ -92,6 +94,8 @@ class DecoderBlock(nn.Module):
         if self.after_attn is not None:
             h = self.after_attn(h)
         h, x = self.before_mlp.add(x, h if self.scale == 1.0 else h * self.scale)
+        if self._sums_later and not batch.through_linears:
+            return x, self.mlp.in_parts(h)
         h = self.mlp(h)
         if self.after_mlp is not None:
             h = self.after_mlp(h)

@@ -131,6 +131,12 @@ def test_experts(tokens, dtype):
     cases.check_experts("cpu", dtype, tokens, 5, 3, 64, 96, configs=small)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_experts_before_a_norm(dtype):
+    small = moe.MoeTileConfig(16, 32, 32, 4, 2), moe.MoeTileConfig(16, 32, 32, 4, 2)
+    cases.check_experts_before_a_norm("cpu", dtype, 9, 5, 3, 64, 96, configs=small)
+
+
 @pytest.mark.parametrize(("resident", "flat"), [(True, True), (False, False)])
 def test_grouped_products_of_many_tokens(resident, flat):
     first, second = (moe_many.MoeManyConfig(16, bn, 16, 4, 2, 8, resident, flat) for bn in (16, 32))

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.parts import PartialSums
 from quire.ops.triton import moe_few, moe_many
 from quire.ops.triton.act import gate_up
 
@@ -398,7 +399,8 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
         weight = tl.load(weights + token * TOP_K + j).to(tl.float32)
-        acc += weight * tl.load(y + (token * TOP_K + j) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        part = tl.load(y + (token * TOP_K + j) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        acc = tl.fma(tl.broadcast_to(weight, (BLOCK,)), part, acc)  # as norms do: the same bits
     kind: tl.constexpr = out.dtype.element_ty
     if ADD:
         acc = acc.to(kind).to(tl.float32)
@@ -457,10 +459,11 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
-) -> Tensor:  # fmt: skip
-    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `fixed`:
-    results do not depend on the number of tokens. `early`: see few.py."""
+    in_parts: bool = False, configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
+) -> Tensor | PartialSums:  # fmt: skip
+    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `in_parts`:
+    the weighted sum is left to a norm, if there are more than a few tokens. `fixed`: results do not depend on the
+    number of tokens. `early`: see few.py."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
@@ -483,6 +486,8 @@ def run_experts(
     if known is None:
         h = act(h).contiguous()
     y = _matmul(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs, False, None, early)
+    if in_parts and stream is None:
+        return PartialSums(y.view(tokens, top_k, -1).transpose(0, 1), y.dtype, weights)
     return combine(y, weights, stream, early=early)
 
 
