@@ -54,7 +54,9 @@ class SortConfig(NamedTuple):
     sorters: int = 4
 
 
-_SHORT = SortConfig(256, 32, 8, 1)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
+_SHORT = SortConfig(
+    256, 32, 8, 1
+)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
 _MOST_SHORT = 8192
 
 
