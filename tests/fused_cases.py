@@ -195,6 +195,26 @@ def check_experts(
         assert torch.equal(joined, stream + found)
 
 
+def check_experts_before_a_norm(device, dtype, tokens, experts, top_k, dim, ffn, *, early=False, seed=0, **more):
+    """A norm that adds up a token's experts gives the same bits as the sum, then the norm."""
+    draw = Draw(seed, device, dtype)
+    x, stream, gains = draw.normal(tokens, dim), draw.normal(tokens, dim), draw.normal(dim)
+    w1, w2 = draw.normal(experts, 2 * ffn, dim, scale=dim**-0.5), draw.normal(experts, dim, ffn, scale=ffn**-0.5)
+    silu = act.gated_form(act.SILU)
+    known = {"b1": None, "b2": None, "act": silu, "codes": {silu: act.SILU}, "early": early, **more}
+    for kind in (torch.float32, dtype):
+        weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), top_k, dtype=kind)
+        total = moe.run_experts(x, weights, index, w1, w2, **known)
+        parts = moe.run_experts(x, weights, index, w1, w2, in_parts=True, **known)
+        assert isinstance(parts, PartialSums) and not isinstance(total, PartialSums)
+        close(parts.whole(), total, dtype)
+        for form in (norm.add_rms_norm, norm.add_rms_norm_wide):
+            assert norm.fits(stream, gains, parts)
+            wanted = form(stream.clone(), total, gains, 1e-6, early=early)
+            found = form(stream.clone(), parts, gains, 1e-6, early=early)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def check_many(device, dtype, tokens, experts, top_k, dim, ffn, first, second, *, bias=False, seed=0):
     """Both products by way of descriptors, against those of moe.py."""
     draw = Draw(seed, device, dtype)

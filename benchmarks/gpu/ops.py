@@ -24,6 +24,7 @@ from quire.ops import moe as moe_ops
 from quire.ops import norm as norm_ops
 from quire.ops import qkv as qkv_ops
 from quire.ops import sample as sample_ops
+from quire.ops.parts import whole
 from quire.ops.triton import act, moe, norm, rope, sample
 
 BANDWIDTH, MATMUL, LAUNCH = 4.3e12, 8e14, 1.4e-6
@@ -219,9 +220,8 @@ def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.Config, moe.Config]
 
     def call(x: Tensor, logits: Tensor) -> Tensor:
         weights, index = moe.route(logits, top_k)
-        return moe.run_experts(
-            x, weights, index, w1, w2, b1=None, b2=None, act=form, codes={form: act.SILU}, configs=configs
-        )
+        rest = {"b1": None, "b2": None, "act": form, "codes": {form: act.SILU}, "configs": configs}
+        return whole(moe.run_experts(x, weights, index, w1, w2, **rest))  # type: ignore[arg-type]
 
     def make() -> tuple:
         return rand(tokens, 2048), rand(tokens, mixture.experts, dtype=torch.float32)
@@ -231,7 +231,7 @@ def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.Config, moe.Config]
     if check:
         reference = act_ops.GATED["silu"].reference
         wanted = moe_ops.run_experts(x, *moe_ops.route(logits, top_k), w1, w2, b1=None, b2=None, act=reference)
-        error = apart(call(x, logits), wanted)
+        error = apart(call(x, logits), whole(wanted))
     touched = mixture.experts * (1 - (1 - top_k / mixture.experts) ** tokens)
     pairs = tokens * top_k
     shapes = " ".join(",".join(map(str, config)) for config in configs)

@@ -26,6 +26,7 @@ from quire.ops import moe as moe_ops
 from quire.ops.act import GATED, clamped_swiglu
 from quire.ops.coded_experts import ExpertCodes
 from quire.ops.mx_experts import MxCodes, shapes_of
+from quire.ops.parts import whole
 from quire.ops.triton import act, moe, moe_bytes, moe_coded
 from quire.ops.triton.moe_bytes import BytesConfig
 from quire.ops.triton.moe_coded import CodedTileConfig
@@ -116,7 +117,7 @@ class Layer(NamedTuple):
             return self._run_packed(x, weights, index, **how)
         rest = {"b1": self.b1, "b2": self.b2, "act": self.shape.act, "codes": CODES, "stream": x, **how}
         if isinstance(self.up, Tensor):
-            return moe.run_experts(x, weights, index, self.up, self.down, **rest)  # type: ignore[arg-type]
+            return whole(moe.run_experts(x, weights, index, self.up, self.down, **rest))  # type: ignore[arg-type]
         return moe_coded.run_experts(x, weights, index, self.up, self.down, **rest)
 
     def _run_packed(self, x: Tensor, weights: Tensor, index: Tensor, **how: Any) -> Tensor:

@@ -144,7 +144,7 @@ def choose_tiles(dtype: torch.dtype, dk: int, dv: int, *, latent: bool, group: i
         return TileSet(few, few, AttentionTile(128, 32, 8, 3, True), AttentionTile(64, 32, 4, 3))
     return TileSet(
         AttentionTile(m, 64, 4, 3),
-        AttentionTile(m, 64, 4, 3 if group > 16 else 5),
+        AttentionTile(m, 64, 4, 3 if group > 16 else 4),
         AttentionTile(64, 64, 4, 3, True, tma=True),
         AttentionTile(64, 64, 4, 3, tma=True),
     )

@@ -110,6 +110,12 @@ class Experts(ExpertLayer):
                 y[rows] = own if stream is None else own + stream[rows]
         return y if self._reduce is None else self._reduce(y)
 
+    def in_parts(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor | PartialSums:
+        """As `forward`, before a norm that may add up the results of a token's experts."""
+        if self._share is not None or self.adapters is not None or self._reduce is not None:
+            return self(x, weights, index)
+        return self.stored.multiply_in_parts(x, weights, index)
+
     def _across(self, spread: ExpertSpread, share: ExpertShare, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """The sum over engines; that over the ranks of each is still to come."""
         each = self._rows_per_token
@@ -298,8 +304,8 @@ class Moe(nn.Module):
         return []
 
     def in_parts(self, x: Tensor) -> Tensor | PartialSums:
-        """moe(x); the sum over experts leaves nothing to be added up."""
-        return self(x)
+        """moe(x), before a norm."""
+        return self.experts.in_parts(x, *self.choose(x))
 
     def slots(self) -> Iterator[Slot]:
         if self.select_bias is not None:

@@ -14,6 +14,7 @@ from quire.ops.alone import keep_apart
 from quire.ops.linear import linear
 from quire.ops.op import Kernels, op
 from quire.ops.packed import Matrix, packed_linear
+from quire.ops.parts import PartialSums
 
 
 @op
@@ -122,10 +123,12 @@ def run_experts(
     b2: Tensor | None,
     act: Callable[[Tensor], Tensor],  # [n, 2 * ffn] -> [n, ffn]
     stream: Tensor | None = None,  # [T, dim]
+    in_parts: bool = False,
     matmul: Callable[..., Tensor] | None = None,
-) -> Tensor:  # [T, dim]
+) -> Tensor | PartialSums:  # [T, dim]
     """Sum over a token's experts of weight * expert(x); experts are summed in ascending order, as in transformers. The
-    sum, rounded, is added to `stream` if there is one. `matmul`: `linear`, in the form a layer was built with."""
+    sum, rounded, is added to `stream` if there is one. `in_parts`: a norm follows, to which a form may leave the sum.
+    `matmul`: `linear`, in the form a layer was built with."""
     matmul = matmul or linear.on(x.device)
 
     def expert_of(rows: Tensor, expert: int) -> Tensor:
@@ -136,7 +139,9 @@ def run_experts(
 
 
 @run_experts.made("cpu")
-def run_experts_cpu(before: Callable[..., Tensor], kernels: Kernels) -> Callable[..., Tensor]:
+def run_experts_cpu(
+    before: Callable[..., Tensor | PartialSums], kernels: Kernels
+) -> Callable[..., Tensor | PartialSums]:
     return partial(before, matmul=kernels.of(linear))
 
 

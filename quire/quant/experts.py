@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quire.ops.linear import linear
 from quire.ops.moe import Mixture, run_experts, run_mixture
 from quire.ops.op import Kernels
+from quire.ops.parts import PartialSums, whole
 from quire.quant.arena import Arena
 from quire.quant.coded import CodedMatrix
 from quire.quant.scheme import (
@@ -111,6 +112,10 @@ class StoredExperts(ABC):
         """Sum over a token's experts of weight * expert(x), added to `stream`: see ops/moe.py."""
         ...
 
+    def multiply_in_parts(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor | PartialSums:
+        """As `multiply`, before a norm that may add up the results of a token's experts."""
+        return self.multiply(x, weights, index)
+
 
 class ExpertScheme(Protocol):
     name: str
@@ -167,7 +172,14 @@ class StackedExperts(StoredExperts):
     def multiply(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         if self.one_by_one:
             return self._run_mixture(x, weights, index, self._matrices(), stream)
-        return self._run(x, weights, index, self.w1, self.w2, b1=self.b1, b2=self.b2, act=self.shape.act, stream=stream)
+        b1, b2, act = self.b1, self.b2, self.shape.act
+        return whole(self._run(x, weights, index, self.w1, self.w2, b1=b1, b2=b2, act=act, stream=stream))
+
+    def multiply_in_parts(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor | PartialSums:
+        if self.one_by_one:
+            return self.multiply(x, weights, index)
+        b1, b2, act = self.b1, self.b2, self.shape.act
+        return self._run(x, weights, index, self.w1, self.w2, b1=b1, b2=b2, act=act, in_parts=True)
 
     def multiply_up(self, expert: int, x: Tensor) -> Tensor:
         return self._linear(x, self.w1[expert], None if self.b1 is None else self.b1[expert])

@@ -37,6 +37,13 @@ def test_experts(shape, tokens, dtype):
         cases.check_experts("cuda", dtype, tokens, experts, top_k, dim, ffn, bias=bias, early=early)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [5, 300, 3000])
+def test_experts_before_a_norm(tokens, dtype):
+    for early in (False, True):
+        cases.check_experts_before_a_norm("cuda", dtype, tokens, 16, 4, 256, 192, early=early)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16, 4, 256, 192, False), (8, 2, 512, 320, True)])
 def test_many_tokens(shape, dtype):

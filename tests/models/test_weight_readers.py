@@ -41,7 +41,7 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
         "Embedding.forward", "Embedding.slots", "Embedding.take", "Head.__init__", "Head.finish", "Head.forward",
         "Head.slots", "Head.take",  # rows, as an embedding reads them
     },
-    "layers/moe.py": {"Experts._across", "Experts.forward", "Experts.slots"},
+    "layers/moe.py": {"Experts._across", "Experts.forward", "Experts.in_parts", "Experts.slots"},
     "layers/places.py": {"AdapterPlaces._add_experts", "AdapterPlaces._add_linear", "attach"},
     "layers/stored.py": {
         "MatrixLayer.hold", "MatrixLayer.finish", "ExpertLayer.hold", "ExpertLayer.finish", "matrices_of",

@@ -144,7 +144,7 @@ def test_sorting(config, inline, experts):
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
         "EXPERTS": experts, "BLOCK_E": block, "CHUNK": config.chunk, "PIECE": config.piece, "TILES": moe._TILE_ROWS,
-        "INLINE": inline, "EARLY": True,
+        "SORTERS": config.sorters, "INLINE": inline, "EARLY": True,
     }  # fmt: skip
     compiled(moe._sort_kernel, kinds, constants, warps=config.warps, early=True)
     kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
@@ -327,14 +327,16 @@ def test_rows(early):
     kinds = {
         "x": HALF, "delta": HALF, "weight": HALF, "bias": "none", "out": HALF, "scales": "none", "rows": "i32",
         "x_stride": "i32", "x_head_stride": "i32", "delta_stride": "i32", "part_stride": "i32", "weight_stride": "i32",
-        "eps": "fp32", "offset": "fp32",
+        "eps": "fp32", "offset": "fp32", "factors": "none",
     }  # fmt: skip
     constants = {
         "WIDTH": 4096, "HEADS": 1, "BLOCK": 4096, "ROWS": 1, "ADD": True, "LAYER": False, "WIDE": False,
-        "WEIGHT": True, "BIAS": False, "PARTS": 1, "LARGEST": 0.0, "GROUP": 4096, "EARLY": early,
+        "WEIGHT": True, "BIAS": False, "PARTS": 1, "FACTORS": False, "LARGEST": 0.0, "GROUP": 4096, "EARLY": early,
     }  # fmt: skip
     compiled(norm._norm_kernel, kinds | {"delta": "*fp32"}, constants | {"PARTS": 4}, warps=16, early=early)
     compiled(norm._norm_kernel, kinds, constants, warps=16, early=early)
+    weighted = constants | {"WIDTH": 2048, "BLOCK": 2048, "PARTS": 8, "FACTORS": True}
+    compiled(norm._norm_kernel, kinds | {"factors": WIDE}, weighted, warps=8, early=early)
     coded_kinds = kinds | {"out": "*fp8e4nv", "scales": WIDE}
     compiled(norm._norm_kernel, coded_kinds, constants | {"LARGEST": 448.0, "GROUP": 128}, warps=16, early=early)
     kinds = {"x": HALF, "out": HALF, "stride": "i32", "alpha": "fp32", "limit": "fp32"}

@@ -83,8 +83,9 @@ def test_an_integer_beyond_32_bits_is_another_kernel(fake: list[tuple]) -> None:
 
     def run(num_rows: int) -> None:
         norm._norm_kernel[(1,)](
-            x, None, weight, None, x, None, num_rows, 64, 0, 0, 0, 0, 1e-6, 0.0, WIDTH=64, HEADS=1, BLOCK=64, ROWS=16,
-            ADD=False, LAYER=False, WIDE=False, WEIGHT=True, BIAS=False, PARTS=1, GROUP=64, **more, num_warps=4,
+            x, None, weight, None, x, None, num_rows, 64, 0, 0, 0, 0, 1e-6, 0.0, None, WIDTH=64, HEADS=1, BLOCK=64,
+            ROWS=16, ADD=False, LAYER=False, WIDE=False, WEIGHT=True, BIAS=False, PARTS=1, GROUP=64, **more,
+            num_warps=4,
         )  # fmt: skip
 
     for count in (4, 5, 1 << 31, 1 << 33):

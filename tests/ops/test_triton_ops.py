@@ -74,6 +74,21 @@ def test_greedy_and_drawn_rows():
     cases.check_choice(logits, rows, filters=False)
 
 
+@pytest.mark.parametrize("filters", [False, True])
+def test_tiles_that_cannot_win_are_skipped(filters, monkeypatch):
+    """Long parts, as many rows have them: the choice is that of short ones."""
+    limits = {"top_ks": [0, 40], "top_ps": [1.0, 0.9]} if filters else {"top_ks": [0], "top_ps": [1.0]}
+    logits, rows = cases.sampling_case("cpu", 5003, 6, heats=[0.0, 0.7, 1.5], **limits)
+    logits[3, 4000], logits[4, :4500], logits[5, 2000] = torch.inf, -torch.inf, torch.nan
+    wanted = sample.sample_rows(logits, *rows, filters=filters)
+    monkeypatch.setattr(sample, "_PARTS", 1)
+    monkeypatch.setattr(sample, "_LEAST_TILES", 1)
+    for count in (len(logits), 5):  # edges are found in the same way, whatever the parts
+        found = sample.sample_rows(logits[:count], rows[0][:count], rows[1][:count], *rows[2:], filters=filters)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other[:count], rtol=0, atol=0, equal_nan=True)
+
+
 def test_what_is_no_number_is_reported():
     for heat in (0.0, 0.5):
         logits, rows = cases.sampling_case("cpu", 1000, 2, heats=[heat], top_ks=[0], top_ps=[1.0])
@@ -129,6 +144,12 @@ def test_experts(tokens, dtype):
     cases.check_experts("cpu", dtype, tokens, 6, 2, 48, 40, bias=True)
     small = (moe.MoeTileConfig(16, 32, 32, 4, 2), moe.MoeTileConfig(16, 64, 16, 4, 2))
     cases.check_experts("cpu", dtype, tokens, 5, 3, 64, 96, configs=small)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_experts_before_a_norm(dtype):
+    small = moe.MoeTileConfig(16, 32, 32, 4, 2), moe.MoeTileConfig(16, 32, 32, 4, 2)
+    cases.check_experts_before_a_norm("cpu", dtype, 9, 5, 3, 64, 96, configs=small)
 
 
 @pytest.mark.parametrize(("resident", "flat"), [(True, True), (False, False)])

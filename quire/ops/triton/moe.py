@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.parts import PartialSums
 from quire.ops.triton import moe_few, moe_many
 from quire.ops.triton.act import gate_up
 
@@ -44,14 +45,18 @@ class MoeTileConfig(NamedTuple):
 
 
 class SortConfig(NamedTuple):
-    """`chunk`: pairs that are counted together; `piece`: pairs that are placed together."""
+    """`chunk`: pairs that are counted together; `piece`: pairs that are placed together; `sorters`: programs that share
+    a chunk's pieces."""
 
     chunk: int = 512
     piece: int = 16
     warps: int = 4
+    sorters: int = 4
 
 
-_SHORT = SortConfig(256, 32, 8)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
+_SHORT = SortConfig(
+    256, 32, 8, 1
+)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
 _MOST_SHORT = 8192
 
 
@@ -224,13 +229,16 @@ def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _order_chunk(
-    index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
-):
-    """Sort the pairs of one chunk, after those of the same experts in previous chunks."""
+    index, counts, order, pairs, chunks, program, e,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, SORTERS: tl.constexpr,
+):  # fmt: skip
+    """Sort a part of the pairs of one chunk, after those of the same experts in previous chunks."""
+    chunk = program // SORTERS
     total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
     first = tl.cumsum(total, 0) - total + before
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
-    for piece in range(begin, end, PIECE):
+    part = begin + program % SORTERS * (CHUNK // SORTERS)
+    for piece in range(part, tl.minimum(part + CHUNK // SORTERS, end), PIECE):
         p = piece + tl.arange(0, PIECE)
         mine, rank = _ranks(index, p, begin, end, pairs, PIECE, CHUNK, False)
         rank += tl.sum(tl.where(mine[:, None] == e[None, :], first[None, :], 0), 1)
@@ -241,9 +249,9 @@ def _order_chunk(
 def _sort_kernel(
     index, counts, order, tile_expert, tile_start, end, pairs, chunks, placers, most_tiles, bm,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
-    INLINE: tl.constexpr, EARLY: tl.constexpr,
+    SORTERS: tl.constexpr, INLINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
+    """grid (placers + parts of the tile table,): sort PIECE pairs (INLINE) or a part of a chunk, or fill a part
     of the table."""
     if EARLY:
         gdc_launch_dependents()
@@ -256,7 +264,7 @@ def _sort_kernel(
             _mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, CHUNK, True)
             tl.store(order + rank, p, mask=p < pairs)
         else:
-            _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
+            _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE, SORTERS)
     else:
         total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
         first = tl.cumsum(total, 0) - total
@@ -282,7 +290,7 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
     inline = pairs <= _INLINE
     config = _SHORT if _INLINE < pairs <= _MOST_SHORT else SortConfig()
     chunks = triton.cdiv(pairs, config.chunk)
-    placers = triton.cdiv(pairs, config.piece) if inline else chunks
+    placers = triton.cdiv(pairs, config.piece) if inline else chunks * config.sorters
     most_tiles = min(pairs, experts) + pairs // bm
     block_e = triton.next_power_of_2(experts)
     order, expert, start, end = (
@@ -296,8 +304,8 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
         )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, TILES=_TILE_ROWS, INLINE=inline, EARLY=early,
-        num_warps=config.warps, **launch,
+        BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, TILES=_TILE_ROWS, SORTERS=config.sorters,
+        INLINE=inline, EARLY=early, num_warps=config.warps, **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
@@ -398,7 +406,8 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
         weight = tl.load(weights + token * TOP_K + j).to(tl.float32)
-        acc += weight * tl.load(y + (token * TOP_K + j) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        part = tl.load(y + (token * TOP_K + j) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        acc = tl.fma(tl.broadcast_to(weight, (BLOCK,)), part, acc)  # as norms do: the same bits
     kind: tl.constexpr = out.dtype.element_ty
     if ADD:
         acc = acc.to(kind).to(tl.float32)
@@ -457,10 +466,11 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
-) -> Tensor:  # fmt: skip
-    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `fixed`:
-    results do not depend on the number of tokens. `early`: see few.py."""
+    in_parts: bool = False, configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
+) -> Tensor | PartialSums:  # fmt: skip
+    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `in_parts`:
+    the weighted sum is left to a norm, if there are more than a few tokens. `fixed`: results do not depend on the
+    number of tokens. `early`: see few.py."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
@@ -483,6 +493,8 @@ def run_experts(
     if known is None:
         h = act(h).contiguous()
     y = _matmul(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs, False, None, early)
+    if in_parts and stream is None:
+        return PartialSums(y.view(tokens, top_k, -1).transpose(0, 1), y.dtype, weights)
     return combine(y, weights, stream, early=early)
 
 

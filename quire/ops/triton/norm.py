@@ -47,17 +47,28 @@ def store_scales(scales, scale, row, rows, GROUPS: tl.constexpr):
     tl.store(at, scale, mask=(row < rows)[:, None] & (group < GROUPS)[None, :])
 
 
+@triton.jit
+def _weighted_sum(parts, part_stride, factors, inside, live, PARTS: tl.constexpr):
+    """[rows, n] float32: a row's parts times its factors, added up as `_combine_kernel` of moe.py does."""
+    acc = tl.zeros(inside.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        factor = tl.load(factors + part, mask=live, other=0.0).to(tl.float32)
+        value = tl.load(parts + part * part_stride, mask=inside, other=0.0).to(tl.float32)
+        acc = tl.fma(tl.broadcast_to(factor[:, None], acc.shape), value, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x, delta, weight, bias, out, scales, rows, x_stride, x_head_stride, delta_stride, part_stride, weight_stride, eps,
-    offset,
+    offset, factors,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, LAYER: tl.constexpr, WIDE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, FACTORS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row r of `x` is head r % HEADS of token r // HEADS; `out` is contiguous. ADD: x += delta first, in place; delta
-    is the sum of PARTS, rounded. LARGEST: results are codes up to it, with a scale for each GROUP of a row; 0:
-    numbers."""
+    is the sum of PARTS, rounded. FACTORS: each part of a row times its factor. LARGEST: results are codes up to it,
+    with a scale for each GROUP of a row; 0: numbers."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -69,9 +80,12 @@ def _norm_kernel(
     h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         delta_at = delta + (token * delta_stride)[:, None] + column[None, :]
-        step = tl.load(delta_at, mask=inside, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            step += tl.load(delta_at + part * part_stride, mask=inside, other=0.0)
+        if FACTORS:
+            step = _weighted_sum(delta_at, part_stride, factors + token * PARTS, inside, row < rows, PARTS)
+        else:
+            step = tl.load(delta_at, mask=inside, other=0.0)
+            for part in tl.static_range(1, PARTS):
+                step += tl.load(delta_at + part * part_stride, mask=inside, other=0.0)
         total = (h + step.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + at, total, mask=inside)
         h = total.to(tl.float32)
@@ -116,16 +130,23 @@ def _launch(
     block = next_power_of_2(width)
     rows = max(1, _TILE // block)  # by the width alone: a row's sum must not depend on the number of rows
     per_head = weight is not None and weight.ndim == 2
-    parts = None if delta is None else delta.sums if isinstance(delta, PartialSums) else delta[None]
+    parts, factors = _parts_of(delta)
     _norm_kernel[(cdiv(tokens * heads, rows),)](
         x, parts, weight, bias, out, scales, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
         *((0, 0) if parts is None else (parts.stride(1), parts.stride(0))), width if per_head else 0, eps, offset,
-        WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer, WIDE=wide or layer,
-        WEIGHT=weight is not None, BIAS=bias is not None, PARTS=1 if parts is None else len(parts),
+        factors, WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer,
+        WIDE=wide or layer, WEIGHT=weight is not None, BIAS=bias is not None,
+        PARTS=1 if parts is None else len(parts), FACTORS=factors is not None,
         LARGEST=0.0 if code is None else LARGEST[code.dtype], GROUP=(code.group if code else 0) or block, EARLY=early,
         num_warps=warps or min(16, max(1, block * rows // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
+
+
+def _parts_of(delta: Delta) -> tuple[Tensor | None, Tensor | None]:
+    if isinstance(delta, PartialSums):
+        return delta.sums, delta.factors
+    return None if delta is None else delta[None], None
 
 
 def fits(x: Tensor, weight: Tensor | None, delta: Tensor | PartialSums | None = None) -> bool:

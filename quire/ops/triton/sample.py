@@ -24,6 +24,7 @@ from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024
 _PARTS = 256  # most parts a row is split into
+_LEAST_TILES = 8  # of a part, from which on it pays to look for those that cannot win
 _SUMS = 64  # most parts whose softmax sums are added up
 _PEAKS = 4096  # most runs of a row
 _NUCLEUS = 384  # runs that are searched for the nucleus of a row without top_k
@@ -95,37 +96,60 @@ def _scaled(logits, column, vocab, heat):
 # --- selection
 
 
+@triton.jit
+def _may_win(x, bits, inverse, most):
+    """Whether one of these logits may reach `most` with noise of these bits, which is at most -log(u); `least`, the
+    upper bits, is at most u, and the margin is above what float32 rounds. What is no number may."""
+    least = ((bits >> 8) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    x = (x * inverse - most) * 1.4426950408889634
+    slack = tl.exp2(x + (0.02 + 1e-5 * tl.abs(x))) - least
+    return tl.max(tl.where(slack != slack, float("inf"), slack), 0) >= 0.0
+
+
+@triton.jit
+def _better(x, column, top, top_at):
+    """The best of each lane and where it is, the first among equals; NaN, which _best_kernel detects, is above all."""
+    x = tl.where(x != x, float("inf"), x)
+    return tl.maximum(x, top), tl.where(x > top, column, top_at)
+
+
 @triton.jit(do_not_specialize=["parts", "tiles"], do_not_specialize_on_alignment=_ANY_ADDRESS)
 def _choose_kernel(
     logits, row_index, positions, seeds, temperature, edges, best, best_at, stride, vocab, parts, tiles,
-    FILTERS: tl.constexpr, BLOCK: tl.constexpr,
+    FILTERS: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (n, parts): the best of `tiles` tiles, with noise if the row is sampled."""
+    """grid (n, parts): the best of `tiles` tiles, with noise if the row is sampled. SKIPS: noise, which costs most of
+    the time, is computed only for tiles that may hold something better than those before."""
     n, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_index + n)
     heat = tl.load(temperature + row)
     low, high = noise_keys(tl.load(seeds + row), tl.load(positions + n))
     draws = heat > 0
     heat = tl.where(draws, heat, 1.0)
+    inverse = 1.0 / heat
     edge = -float("inf")
     if FILTERS:
         edge = tl.load(edges + n)
     lane = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
     top_at = part * tiles * BLOCK + lane
+    most = tl.full((), -float("inf"), tl.float32)
     base = logits + n.to(tl.int64) * stride
     for tile in range(part * tiles, part * tiles + tiles):
         column = tile * BLOCK + lane
         x = tl.load(base + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
         if draws:
-            x = tl.div_rn(x, heat)
-            allowed = x
-            if FILTERS:
-                allowed = tl.where(x < edge, -float("inf"), x)
-            x = allowed + gumbel(noise_bits(low, high, column))
-        x = tl.where(x != x, float("inf"), x)  # NaN: detected by _best_kernel
-        top_at = tl.where(x > top, column, top_at)
-        top = tl.maximum(x, top)
+            bits = noise_bits(low, high, column)
+            may_win = _may_win(x, bits, inverse, most) if SKIPS else True
+            if may_win:
+                x = tl.div_rn(x, heat)
+                if FILTERS:
+                    x = tl.where(x < edge, -float("inf"), x)
+                top, top_at = _better(x + gumbel(bits), column, top, top_at)
+                if SKIPS:
+                    most = tl.max(top, 0)
+        else:
+            top, top_at = _better(x, column, top, top_at)
     most = tl.max(top, 0)
     tl.store(best + n * parts + part, most)
     tl.store(best_at + n * parts + part, tl.min(tl.where(top == most, top_at, 0x7FFFFFFF), 0))
@@ -378,7 +402,7 @@ def sample_rows(
     edges = find_edges(logits, row_index, temperature, top_k, top_p) if filters else None
     _choose_kernel[(n, parts)](
         logits, row_index, positions, seeds, temperature, edges, best, best_at, logits.stride(0), vocab, parts, tiles,
-        FILTERS=filters, BLOCK=_BLOCK, num_warps=4,
+        FILTERS=filters, SKIPS=tiles >= _LEAST_TILES, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     _best_kernel[(n,)](
         logits, row_index, positions, best, best_at, out, scores, tokens, logits.stride(0),
