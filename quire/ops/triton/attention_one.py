@@ -1,0 +1,264 @@
+"""Decode attention of a few rows in one launch: head norms, rotary embedding, cache write and attention.
+
+For steps with so few rows that latency is all they take. A program has the query heads of one kv head and a split of the
+row's keys. What earlier steps left (contexts, block tables, keys and values) it loads while the kernel before, the
+projection, still runs (`early`, see few.py); once that has ended, it reads its query heads, its new key and value from
+the projection. The new key is not read from the cache: it is the first one of the last split, which also stores it.
+Splits of keys are counted from the context on the device, so there is no list of work; the last program of a head
+merges them.
+
+    grid (kv heads, most splits, rows)        splits of a row = tiles of BLOCK_N keys / least, up to `most`
+
+Floor for one row of 32 + 16 heads of 128 and 384 keys: 1.6 MB, 0.4 us; about 4 us of waiting for memory.
+Must not know: layers, requests. Needs: heads that rotate as halves, in full; 16 bits everywhere; no masks, no score
+modifications. Everything else goes through rope.py and attention.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.qkv import QkvPrep
+from quire.ops.triton.attention import LOG2E, Space
+from quire.ops.triton.sizes import cdiv, next_power_of_2
+
+DTYPES = (torch.bfloat16, torch.float16)
+SIZES = (64, 128, 256)  # of a head
+_LISTS = ["tables", "row_index", "contexts", "slots"]  # may start at any address
+
+
+class OneRowTile(NamedTuple):
+    block_n: int  # keys
+    warps: int
+    least: int  # tiles of a split
+
+
+@triton.jit
+def _weights(weight, i, offset, D: tl.constexpr, NORM: tl.constexpr):
+    """Of both halves of a head."""
+    if NORM:
+        a, b = tl.load(weight + i).to(tl.float32) + offset, tl.load(weight + D // 2 + i).to(tl.float32) + offset
+    else:
+        a, b = i.to(tl.float32), i.to(tl.float32)  # not used
+    return a, b
+
+
+@triton.jit
+def _normed(a, b, weights, eps, D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr):
+    """Both halves of heads [.., D / 2], normalized as rope.py does."""
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        a, b = a * scale, b * scale
+        if not WIDE:
+            a, b = a.to(KIND).to(tl.float32), b.to(KIND).to(tl.float32)
+        a, b = (a * weights[0]).to(KIND).to(tl.float32), (b * weights[1]).to(KIND).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _turned(a, b, cosine, sine, KIND: tl.constexpr):
+    return (a * cosine - b * sine).to(KIND), (b * cosine + a * sine).to(KIND)
+
+
+@triton.jit
+def _keys_at(table, start, n, present, page_stride, D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Where keys, and values, of a head begin in its layer's memory; [BLOCK_N]."""
+    if PAGE % BLOCK_N == 0:  # a tile is within one block
+        block = tl.load(table + start // PAGE)
+    else:
+        block = tl.load(table + n // PAGE, mask=present, other=0)
+    return block.to(tl.int64) * page_stride + n % PAGE * D
+
+
+@triton.jit
+def _added(acc, top, total, qa, qb, ka, kb, v, present, scale):
+    """One tile of keys [BLOCK_N, D / 2] twice, and of values [BLOCK_N, D]. No query of it is without a key."""
+    s = tl.dot(qa, tl.trans(ka))
+    s = tl.dot(qb, tl.trans(kb), s)
+    s = tl.where(present[None, :], s, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - new[:, None])
+    alpha = tl.exp2(top - new)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, new, total * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def _merge(partial, sums, place, splits, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """[WIDE, D]: the splits of the heads from `place` on, AT_ONCE of them in flight."""
+    g, e, s = tl.arange(0, WIDE), tl.arange(0, D), tl.arange(0, AT_ONCE)
+    acc = tl.zeros((WIDE, D), tl.float32)
+    top = tl.full((WIDE,), float("-inf"), tl.float32)
+    total = tl.zeros((WIDE,), tl.float32)
+    for start in range(0, splits, AT_ONCE):
+        at = (place + start + s)[:, None] * GROUP + g[None, :]
+        there = (start + s < splits)[:, None] & (g < GROUP)[None, :]
+        value = tl.load(
+            partial + at[:, :, None] * D + e[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg"
+        )  # fmt: skip
+        other = tl.load(sums + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        new = tl.maximum(top, tl.max(other, 0))
+        pivot = tl.where(new == float("-inf"), 0.0, new)  # of heads that there are not
+        mine, its = tl.exp2(top - pivot), tl.exp2(other - pivot[None, :])
+        acc = acc * mine[:, None] + tl.sum(value * its[:, :, None], 0)
+        total = total * mine + tl.sum(its, 0)
+        top = new
+    return acc / total[:, None]
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_LISTS)
+def _one_kernel(
+    out, qkv, keys, values, tables, row_index, contexts, slots, q_weight, k_weight, cos, sin, partial, sums, counters,
+    qkv_stride, page_stride, k_head, v_head, table_stride, eps, offset, scale,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, GROUPS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr,
+    LEAST: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """grid (kv heads, MOST, rows)."""
+    HALF: tl.constexpr = D // 2
+    GROUP: tl.constexpr = HQ // HKV
+    kind: tl.constexpr = qkv.dtype.element_ty
+    if EARLY:
+        gdc_launch_dependents()
+    kv_head, split, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + entry)
+    row = tl.load(row_index + entry).to(tl.int64)
+    slot = tl.load(slots + entry).to(tl.int64)
+    before = tl.maximum(context - 1, 0)  # keys of earlier steps
+    tiles = (before + BLOCK_N - 1) // BLOCK_N
+    splits = tl.minimum(tl.maximum((tiles + LEAST - 1) // LEAST, 1), MOST)
+    if split >= splits:
+        return
+    is_last = split == splits - 1
+    begin = split * tiles // splits * BLOCK_N
+    end = tl.minimum((split + 1) * tiles // splits * BLOCK_N, before)
+    table = tables + row * table_stride
+    i, e, m = tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK_M)
+    k_base, v_base = keys + kv_head * k_head, values + kv_head * v_head
+    n = begin + tl.arange(0, BLOCK_N)
+    present = n < end
+    at = _keys_at(table, begin, n, present, page_stride, D, BLOCK_N, PAGE)[:, None]
+    ka = tl.load(k_base + at + i[None, :], mask=present[:, None], other=0.0)
+    kb = tl.load(k_base + at + HALF + i[None, :], mask=present[:, None], other=0.0)
+    v = tl.load(v_base + at + e[None, :], mask=present[:, None], other=0.0)
+    cosine = tl.load(cos + entry * D + i).to(tl.float32)[None, :]
+    sine = tl.load(sin + entry * D + HALF + i).to(tl.float32)[None, :]
+    q_weights, k_weights = _weights(q_weight, i[None, :], offset, D, NORM), _weights(k_weight, i[None, :], offset, D, NORM)
+    if EARLY:
+        gdc_wait()
+
+    own = qkv + entry.to(tl.int64) * qkv_stride
+    used = (m < GROUP)[:, None]
+    q_at = own + (kv_head * GROUP + m)[:, None] * D + i[None, :]
+    qa, qb = tl.load(q_at, mask=used, other=0.0), tl.load(q_at + HALF, mask=used, other=0.0)
+    new_key = own + (HQ + kv_head) * D + i[None, :]
+    new_a, new_b = tl.load(new_key), tl.load(new_key + HALF)  # [1, D / 2]
+    new_v = tl.load(own + (HQ + HKV + kv_head) * D + e)
+    qa, qb = _normed(qa.to(tl.float32), qb.to(tl.float32), q_weights, eps, D, NORM, WIDE, kind)
+    qa, qb = _turned(qa, qb, cosine, sine, kind)
+    new_a, new_b = _normed(new_a.to(tl.float32), new_b.to(tl.float32), k_weights, eps, D, NORM, WIDE, kind)
+    new_a, new_b = _turned(new_a, new_b, cosine, sine, kind)
+    stored = is_last & (slot >= 0)
+    new_at = slot // PAGE * page_stride + slot % PAGE * D
+    tl.store(k_base + new_at + i[None, :], new_a, mask=stored)
+    tl.store(k_base + new_at + HALF + i[None, :], new_b, mask=stored)
+    tl.store(v_base + new_at + e, new_v, mask=stored)
+
+    products = qa.to(tl.float32) * new_a.to(tl.float32) + qb.to(tl.float32) * new_b.to(tl.float32)
+    top = tl.where(is_last, tl.sum(products, 1) * scale, float("-inf"))
+    total = tl.where(is_last, 1.0, 0.0) + tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32) + tl.where(is_last, new_v.to(tl.float32), 0.0)[None, :]
+    acc, top, total = _added(acc, top, total, qa, qb, ka, kb, v, present, scale)
+    for start in tl.range(begin + BLOCK_N, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        present = n < end
+        at = _keys_at(table, start, n, present, page_stride, D, BLOCK_N, PAGE)[:, None]
+        ka = tl.load(k_base + at + i[None, :], mask=present[:, None], other=0.0)
+        kb = tl.load(k_base + at + HALF + i[None, :], mask=present[:, None], other=0.0)
+        v = tl.load(v_base + at + e[None, :], mask=present[:, None], other=0.0)
+        acc, top, total = _added(acc, top, total, qa, qb, ka, kb, v, present, scale)
+
+    out_at = out + entry.to(tl.int64) * (HQ * D) + kv_head * GROUP * D
+    if splits == 1:
+        y = tl.where(context > 0, acc / total[:, None], 0.0)
+        tl.store(out_at + m[:, None] * D + e[None, :], y.to(kind), mask=used)
+        return
+    counter = entry * HKV + kv_head
+    place = counter * MOST
+    here = (place + split) * GROUP + m
+    tl.store(sums + here, top + tl.log2(total), mask=m < GROUP)
+    tl.store(partial + here[:, None] * D + e[None, :], acc / total[:, None], mask=used)
+    tl.debug_barrier()  # all of this program's stores come before its count
+    if tl.atomic_add(counters + counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        tl.store(counters + counter, 0)  # for the next launch
+        y = _merge(partial, sums, place, splits, GROUP, D, GROUPS, AT_ONCE)
+        g = tl.arange(0, GROUPS)[:, None]
+        tl.store(out_at + g * D + e[None, :], y.to(kind), mask=g < GROUP)
+
+
+def fits(prep: QkvPrep, keys: Tensor, values: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes this layer's attention."""
+    size, group = keys.shape[3], prep.heads // prep.kv_heads
+    weights = [weight for weight in (prep.q_weight, prep.k_weight) if weight is not None]
+    return (
+        values is not None
+        and dtype in DTYPES
+        and keys.dtype is dtype
+        and values.shape[3] == size
+        and size in SIZES
+        and keys.stride(0) == values.stride(0)
+        and prep.cos is not None
+        and prep.cos.shape[-1] == size
+        and not prep.pairs
+        and group <= 16
+        and len(weights) != 1
+        and all(weight.ndim == 1 for weight in weights)
+    )
+
+
+def most_splits(rows: int, kv_heads: int, sms: int) -> int:
+    """Two programs on every multiprocessor."""
+    return max(1, cdiv(2 * sms, rows * kv_heads))
+
+
+def workspace_sizes(rows: int, heads: int, kv_heads: int, size: int, most: int) -> tuple[int, int]:
+    """(floats, counters) of a Space."""
+    return rows * heads * most * (size + 1), rows * kv_heads
+
+
+def attend_one(
+    qkv: Tensor,  # [T, (Hq + 2 Hkv) * D]
+    prep: QkvPrep,
+    keys: Tensor,  # [num_blocks, page, Hkv, D]; the tokens of one head are adjacent
+    values: Tensor,
+    tables: Tensor,  # [rows, blocks] int32
+    row_index: Tensor,  # [T] int32
+    contexts: Tensor,  # [T] int32, with the token of this step; 0: a padded entry
+    slots: Tensor,  # [T] int64; -1: keys and values are not stored
+    out: Tensor,  # [T, Hq, D], contiguous
+    space: Space,
+    scale: float,
+    most: int,  # splits of a row
+    *,
+    tile: OneRowTile | None = None,
+    early: bool = False,
+) -> None:
+    rows, (page, kv_heads, size) = len(contexts), keys.shape[1:]
+    tile = tile or OneRowTile(64, 4, 1)
+    parts = rows * prep.heads * most
+    sums, partial = space.floats[: parts * (size + 1)].split([parts, parts * size])
+    _one_kernel[(kv_heads, most, rows)](
+        out, qkv, keys, values, tables, row_index, contexts, slots, prep.q_weight, prep.k_weight, prep.cos, prep.sin,
+        partial, sums, space.counters, qkv.stride(0), keys.stride(0), keys.stride(2), values.stride(2),
+        tables.stride(0), prep.eps, prep.offset, scale * LOG2E.value,
+        HQ=prep.heads, HKV=kv_heads, D=size, BLOCK_M=16, BLOCK_N=tile.block_n, PAGE=page,
+        GROUPS=next_power_of_2(prep.heads // kv_heads), NORM=prep.q_weight is not None, WIDE=prep.wide or bool(prep.offset), MOST=most, LEAST=tile.least,
+        AT_ONCE=min(8, next_power_of_2(most)), EARLY=early, num_warps=tile.warps,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
