@@ -37,6 +37,7 @@ class OneRowTile(NamedTuple):
     block_n: int  # keys
     warps: int
     least: int  # tiles of a split
+    registers: int | None = None  # of a thread at most, so that programs fit beside those of the projection
 
 
 @triton.jit
@@ -305,6 +306,6 @@ def attend_one(
         tables.stride(0), prep.eps, prep.offset, scale * LOG2E.value,
         HQ=prep.heads, HKV=kv_heads, D=size, BLOCK_M=16, BLOCK_N=tile.block_n, PAGE=page,
         GROUPS=next_power_of_2(prep.heads // kv_heads), NORM=prep.q_weight is not None, WIDE=prep.wide or bool(prep.offset), MOST=most, LEAST=tile.least,
-        AT_ONCE=min(8, next_power_of_2(most)), ASM=qkv.is_cuda, EARLY=early, num_warps=tile.warps,
+        AT_ONCE=min(8, next_power_of_2(most)), ASM=qkv.is_cuda, EARLY=early, num_warps=tile.warps, maxnreg=tile.registers,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
