@@ -7,7 +7,7 @@ the same shape; caches are views of pages (triton_cache.py):
     refilled      captured steps of any mix: the same two lists in fixed room, written by the host before each replay
     device list   captured decodes, and those of an eager step where they are many: cut into parts by a kernel from the
                   contexts of the moment; where many begin with the same blocks, "shared": read once for all of them
-    one row       captured decodes of a single row: everything from the fused projection on in one kernel, without a list
+    one row       captured decodes of a single row: all from the fused projection on in one kernel, without a list
     fixed         no parts, nothing shared, keys in steps of one length: a query's arithmetic never depends on its
                   neighbours (on tensor cores the other sides of a tile do not change a bit)
     library       runs of fresh prompts of one length (attention/library.py)
@@ -33,6 +33,7 @@ from quire.ops.copy import upload
 from quire.ops.kv_codes import rounded
 from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep, prepare_qkv
+from quire.ops.triton import attention_one
 from quire.ops.triton.attention import (
     FIELDS,
     MAX_SPLITS,
@@ -46,7 +47,6 @@ from quire.ops.triton.attention import (
     width_of,
     workspace_sizes,
 )
-from quire.ops.triton import attention_one
 from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes, probe_column
 from quire.ops.triton.launch import DESCRIPTORS
 from quire.schema.errors import ConfigError

@@ -382,28 +382,27 @@ class TestOneLaunch:
         assert cache.values.nan_to_num(7.0).equal(before.values.nan_to_num(7.0))
         assert not backend.workspace.get(1, 1, qkv.device).counters.any()
 
-    @pytest.mark.parametrize("context", [1, 2, 16, 17, 64, 65, 66, 129, 200, 700])
+    @pytest.mark.parametrize("context", [1, 2, 65, 66, 140])
     def test_contexts(self, context, monkeypatch):
         case = Case([(context, 1)], heads=4, kv_heads=1, size=64, dtype=torch.float16, seed=context)
         self.check(case, monkeypatch)
 
-    @pytest.mark.parametrize("page", [16, 48, 64, 128])
-    @pytest.mark.parametrize("group", [1, 3, 8, 16])
+    @pytest.mark.parametrize(("group", "page"), [(1, 16), (3, 48), (8, 64), (16, 128)])
     def test_groups_and_pages(self, group, page, monkeypatch):
-        case = Case([(333, 1)], heads=2 * group, kv_heads=2, size=64, block_size=page, dtype=torch.float16)
+        case = Case([(133, 1)], heads=group, kv_heads=1, size=64, block_size=page, dtype=torch.float16)
         self.check(case, monkeypatch)
 
     @pytest.mark.parametrize("kinds", [{"norm": False}, {"wide": True}, {"offset": 1.0}])
     def test_norms(self, kinds, monkeypatch):
-        self.check(Case([(150, 1)], heads=2, kv_heads=1, size=128, dtype=torch.float16), monkeypatch, **kinds)
+        self.check(Case([(70, 1)], heads=2, kv_heads=1, size=128, dtype=torch.float16), monkeypatch, **kinds)
 
     def test_several_rows(self, monkeypatch):
-        lens = [(70, 1), (1, 1), (390, 1)]
+        lens = [(70, 1), (1, 1), (140, 1)]
         self.check(Case(lens, heads=8, kv_heads=2, size=64, dtype=torch.float16), monkeypatch)
 
     def test_more_tiles_than_splits(self, monkeypatch):
-        monkeypatch.setattr(attention.attention_one, "most_splits", lambda *_: 3)
-        self.check(Case([(777, 1)], heads=4, kv_heads=2, size=64, dtype=torch.float16), monkeypatch)
+        monkeypatch.setattr(attention.attention_one, "most_splits", lambda *_: 2)
+        self.check(Case([(300, 1)], heads=4, kv_heads=1, size=64, dtype=torch.float16), monkeypatch)
 
     def test_a_padded_entry_gives_zeros_and_writes_nothing(self):
         case, backend = Case([(70, 1)], heads=4, kv_heads=2, size=64, dtype=torch.float16), TritonAttention(fixed=False)

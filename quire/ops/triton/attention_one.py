@@ -1,15 +1,17 @@
 """Decode attention of a few rows in one launch: head norms, rotary embedding, cache write and attention.
 
-For steps with so few rows that latency is all they take. A program has the query heads of one kv head and every so many
-tiles of the row's keys. What earlier steps left (contexts, block tables, keys and values) it loads while the kernel before, the
-projection, still runs (`early`, see few.py); once that has ended, it reads its query heads, its new key and value from
-the projection. The new key is not read from the cache: it is the first one of the last split, which also stores it.
-Splits of keys are counted from the context on the device, so there is no list of work; the last program of a head
-merges them.
+For steps with so few rows that they take as long as memory takes to answer, a few times one after the other. A program
+has the query heads of one kv head and some tiles of the row's keys. What earlier steps left (contexts, block tables,
+keys and values) it loads while the kernel before, the projection, still runs (`early`, see few.py); once that has
+ended, it reads its query heads, its new key and value from the projection. The new key is not read from the cache: the program
+of the last split has it in registers, and stores it. How many splits there are follows from the context, on the device,
+so there is no list of work; the last program of a head merges its splits.
 
-    grid (kv heads, most splits, rows)        splits of a row = tiles of BLOCK_N keys / least, up to `most`
+    grid (kv heads, most splits, rows)        split s of n has tiles s, s + n, s + 2n ..
 
-Floor for one row of 32 + 16 heads of 128 and 384 keys: 1.6 MB, 0.4 us; about 4 us of waiting for memory.
+Contexts, tables and slots are read before the wait, so no kernel that writes them may let the next one start early.
+
+Floor for one row of 32 + 16 heads of 128 and 384 keys: 1.6 MB, 0.4 us.
 Must not know: layers, requests. Needs: heads that rotate as halves, in full; 16 bits everywhere; no masks, no score
 modifications. Everything else goes through rope.py and attention.py.
 """
@@ -140,8 +142,8 @@ def _merge(
             there = (g < GROUP) & (start + s < splits)
             log = tl.load(sums + at, mask=there, other=float("-inf"), cache_modifier=".cg")
             value = tl.load(partial + at, mask=there, other=0.0, cache_modifier=".cg")
-            values = values + (value,)  # noqa: RUF005
-            logs = logs + (log,)  # noqa: RUF005
+            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+            logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
         new = top
         for s in tl.static_range(AT_ONCE):
             new = tl.maximum(new, logs[s])
@@ -185,7 +187,8 @@ def _one_kernel(
     tile = _tile(k_base, v_base, table, split * BLOCK_N, before, page_stride, D, BLOCK_N, PAGE)
     cosine = tl.load(cos + entry * D + i).to(tl.float32)[None, :]
     sine = tl.load(sin + entry * D + HALF + i).to(tl.float32)[None, :]
-    q_weights, k_weights = _weights(q_weight, i[None, :], offset, D, NORM), _weights(k_weight, i[None, :], offset, D, NORM)
+    q_weights = _weights(q_weight, i[None, :], offset, D, NORM)
+    k_weights = _weights(k_weight, i[None, :], offset, D, NORM)
     tile = _loaded(tile, ASM)
     if EARLY:
         gdc_wait()
@@ -305,7 +308,8 @@ def attend_one(
         partial, sums, space.counters, qkv.stride(0), keys.stride(0), keys.stride(2), values.stride(2),
         tables.stride(0), prep.eps, prep.offset, scale * LOG2E.value,
         HQ=prep.heads, HKV=kv_heads, D=size, BLOCK_M=16, BLOCK_N=tile.block_n, PAGE=page,
-        GROUPS=next_power_of_2(prep.heads // kv_heads), NORM=prep.q_weight is not None, WIDE=prep.wide or bool(prep.offset), MOST=most, LEAST=tile.least,
-        AT_ONCE=min(8, next_power_of_2(most)), ASM=qkv.is_cuda, EARLY=early, num_warps=tile.warps, maxnreg=tile.registers,
+        GROUPS=next_power_of_2(prep.heads // kv_heads), NORM=prep.q_weight is not None,
+        WIDE=prep.wide or bool(prep.offset), MOST=most, LEAST=tile.least, AT_ONCE=min(8, next_power_of_2(most)),
+        ASM=qkv.is_cuda, EARLY=early, num_warps=tile.warps, maxnreg=tile.registers,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
