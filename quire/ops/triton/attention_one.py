@@ -3,9 +3,9 @@
 For steps with so few rows that they take as long as memory takes to answer, a few times one after the other. A program
 has the query heads of one kv head and some tiles of the row's keys. What earlier steps left (contexts, block tables,
 keys and values) it loads while the kernel before, the projection, still runs (`early`, see few.py); once that has
-ended, it reads its query heads, its new key and value from the projection. The new key is not read from the cache: the program
-of the last split has it in registers, and stores it. How many splits there are follows from the context, on the device,
-so there is no list of work; the last program of a head merges its splits.
+ended, it reads its query heads, its new key and value from the projection. The new key is not read from the cache: the
+program of the last split has it in registers, and stores it. How many splits there are follows from the context, on the
+device, so there is no list of work; the last program of a head merges its splits.
 
     grid (kv heads, most splits, rows)        split s of n has tiles s, s + n, s + 2n ..
 
