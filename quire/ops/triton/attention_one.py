@@ -42,6 +42,9 @@ class OneRowTile(NamedTuple):
     registers: int | None = None  # of a thread at most, so that programs fit beside those of the projection
 
 
+TILE = OneRowTile(64, 4, 1)
+
+
 @triton.jit
 def _weights(weight, i, offset, D: tl.constexpr, NORM: tl.constexpr):
     """Of both halves of a head."""
@@ -301,7 +304,7 @@ def attend_one(
     early: bool = False,
 ) -> None:
     rows, (page, kv_heads, size) = len(contexts), keys.shape[1:]
-    tile = tile or OneRowTile(64, 4, 1)
+    tile = tile or TILE
     partial, sums = space.floats[: 2 * rows * prep.heads * most * size].chunk(2)
     _one_kernel[(kv_heads, most, rows)](
         out, qkv, keys, values, tables, row_index, contexts, slots, prep.q_weight, prep.k_weight, prep.cos, prep.sin,
