@@ -2,9 +2,9 @@
 
 What is seen here and not in gluon_on_numpy.py: layouts, that is what each thread has in its registers, where rows lie
 in shared memory, and which of it a descriptor of `wgmma` means. Instructions are those that the kernels under test
-have (`wgmma` of bfloat16, `mma` of float16); an unknown one is an error. What is not seen: races (copies and matmuls
-are done when they are asked for), and what the assembler and the GPU make of it. Branches must go the same way in all
-threads of a program.
+have (`wgmma` of bfloat16, `mma` of both 16-bit kinds); an unknown one is an error. What is not seen: races (copies and
+matmuls are done when they are asked for), and what the assembler and the GPU make of it. Branches must go the same way
+in all threads of a program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MASKS = {"64": ~U64(0), "32": _WORD, "16": _HALF}
 _NOTHING = (
     "bar.", "wgmma.fence", "wgmma.commit", "wgmma.wait", "cp.async.commit", "cp.async.wait", "fence", "griddepcontrol",
 )  # fmt: skip
-_SIZES = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
+_SIZES = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "s32": np.int32}
 _COMPARED: dict[str, Callable] = {
     "lt": np.less, "gt": np.greater, "le": np.less_equal, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
@@ -128,7 +128,7 @@ def parse(text: str) -> tuple[list[str], dict[str, int]]:
 
 class Program:
     def __init__(
-        self, threads: int, params: Sequence[int], memory: Memory, shared: int, place: tuple[int, int]
+        self, threads: int, params: Sequence[int], memory: Memory, shared: int, place: tuple[int, ...]
     ) -> None:
         """`place`: its number in the grid; `shared`: bytes, which are NaN at first."""
         self._count, self._params, self._memory, self._place = threads, params, memory, place
@@ -161,7 +161,7 @@ class Program:
         if name == "%tid.x":
             return np.arange(self._count, dtype=U64)
         if name.startswith("%ctaid."):
-            return np.full(self._count, self._place["xy".index(name[-1])], U64)
+            return np.full(self._count, self._place["xyz".index(name[-1])], U64)
         return np.zeros(self._count, U64) if name == "global_smem" else self._registers[name]
 
     def _put(self, name: str, value: np.ndarray, mask: np.ndarray, kind: str = "b64") -> None:
@@ -189,11 +189,13 @@ class Program:
             assert "global" in parts or "shared" in parts
             memory = self._memory if "global" in parts else _Within(self._shared)
             (self._load if head == "ld" else self._store)(args, kind, mask, memory)
+        elif head == "atom":
+            self._add_to(args, kind, mask)
         elif name.startswith("shfl.sync.bfly"):
             others = np.arange(self._count, dtype=U64) ^ self._get(args[2])
             self._put(args[0].partition("|")[0], self._get(args[1])[others.astype(int)], mask)
-        elif re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", name):
-            self._load_matrices(args)
+        elif re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16", name):
+            self._load_matrices(args, "trans" in parts)
         elif re.fullmatch(r"stmatrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", name):
             self._store_matrices(args)
         elif head == "mma":
@@ -209,8 +211,8 @@ class Program:
         elif kind == "pred":
             self._put(args[0], _LOGIC[head](self._get(args[1]) != 0, self._get(args[2]) != 0), mask)
         elif head == "setp":
-            assert kind != "f32"
-            self._put(args[0], _COMPARED[parts[1]](*(self._whole(arg, kind) for arg in args[1:])), mask)
+            given = [floats(self._get(arg)) if kind == "f32" else self._whole(arg, kind) for arg in args[1:]]
+            self._put(args[0], _COMPARED[parts[1]](*given), mask)
         elif head == "selp":
             self._put(args[0], np.where(self._get(args[3]) != 0, self._get(args[1]), self._get(args[2])), mask, kind)
         elif head == "cvt":
@@ -249,6 +251,11 @@ class Program:
                 if table >> i & 1:
                     out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
             return out
+        if name == "neg.s32":
+            return -self._whole(args[1], kind)
+        if name == "bfe.s32":
+            start, count = (int(arg) for arg in args[2:4])
+            return self._whole(args[1], "s32") << (64 - start - count) >> (64 - count)
         if name == "bfe.u32":
             return self._get(args[1]) >> self._get(args[2]) & ((U64(1) << self._get(args[3])) - U64(1))
         a, b = (self._whole(arg, kind) for arg in args[1:3])
@@ -285,6 +292,12 @@ class Program:
             self._put(args[0], to_bf16(floats(self._get(args[1]))), mask)
         elif (to, kind) == ("f16", "f32"):
             self._put(args[0], to_f16(floats(self._get(args[1]))), mask)
+        elif (to, kind) == ("f32", "s32"):
+            self._put(args[0], bits_of(self._whole(args[1], kind).astype(np.float32)), mask)
+        elif (to, kind) == ("f32", "f16"):
+            self._put(args[0], bits_of(from_f16(self._get(args[1]))), mask)
+        elif (to, kind) == ("u32", "u64"):
+            self._put(args[0], self._get(args[1]), mask, to)
         elif (to, kind) == ("f32", "bf16"):
             self._put(args[0], bits_of(from_bf16(self._get(args[1]))), mask)
         else:
@@ -303,25 +316,42 @@ class Program:
         names, dtype = _names(args[0]), _SIZES[kind]
         data = memory.read(self._address(args[1]), np.dtype(dtype).itemsize * len(names), mask).view(dtype)
         for name, column in zip(names, data.T, strict=True):
-            self._put(name, column.astype(U64), mask)
+            self._put(name, column.astype(np.int64), mask)
+
+    def _add_to(self, args: list[str], kind: str, mask: np.ndarray) -> None:
+        """Lane by lane."""
+        assert kind == "u32"
+        at, given = self._address(args[1]), self._get(args[2]).astype(np.uint32)
+        for lane in np.nonzero(mask)[0]:
+            own = np.arange(self._count) == lane
+            before = self._memory.read(at, 4, own).view(np.uint32)[:, 0]
+            self._put(args[0], before.astype(U64), own)
+            self._memory.write(at, (before + given)[:, None].view(np.uint8), own)
 
     def _store(self, args: list[str], kind: str, mask: np.ndarray, memory: Memory) -> None:
         data = np.stack([self._get(name).astype(_SIZES[kind]) for name in _names(args[1])], 1)
         memory.write(self._address(args[0]), data.view(np.uint8), mask)
 
     def _copy(self, args: list[str], mask: np.ndarray) -> None:
-        """16 bytes to shared memory, or zeros."""
-        count = self._get(args[3]) if len(args) > 3 else np.full(self._count, 16, U64)
-        assert args[2] in ("16", "0x10") and np.isin(count, (0, 16)).all()
-        data = self._memory.read(self._address(args[1]), 16, mask & (count > 0))
+        """4 or 16 bytes to shared memory, or zeros."""
+        size = int(args[2], 0)
+        count = self._get(args[3]) if len(args) > 3 else np.full(self._count, size, U64)
+        assert size in (4, 16) and np.isin(count, (0, size)).all()
+        data = self._memory.read(self._address(args[1]), size, mask & (count > 0))
         for lane, at in enumerate(self._address(args[0]).tolist()):
             if mask[lane]:
-                self._shared[at : at + 16] = data[lane]
+                self._shared[at : at + size] = data[lane]
 
-    def _load_matrices(self, args: list[str]) -> None:
+    def _load_matrices(self, args: list[str], transposed: bool) -> None:
         """Up to four matrices of eight rows of 16 bytes; eight threads in turn know where the rows of one are."""
         at, lane = self._address(args[1]).astype(int), np.arange(self._count)
         for i, name in enumerate(_names(args[0])):
+            if transposed:
+                rows = (lane // 32 * 32 + 8 * i + lane % 4 * 2)[:, None] + np.arange(2)  # of both halves of a word
+                start = at[rows][:, :, None] + (lane % 32 // 4 * 2)[:, None, None] + np.arange(2)
+                words = self._shared[start].reshape(-1, 4).view(np.uint32)[:, 0]
+                self._put(name, words.astype(U64), np.ones(self._count, bool))
+                continue
             start = at[lane // 32 * 32 + 8 * i + lane % 32 // 4] + lane % 4 * 4
             words = self._shared[start[:, None] + np.arange(4)].view(np.uint32)[:, 0]
             self._put(name, words.astype(U64), np.ones(self._count, bool))
@@ -335,7 +365,9 @@ class Program:
 
     def _multiply(self, name: str, args: list[str]) -> None:
         """16 x 16 times 16 x 8 in every warp, all of it in registers."""
-        assert name == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", name
+        found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.\1\.f32", name)
+        assert found, name
+        opened = _PAIRS[found[1]][0]
         lane = np.arange(self._count) % 32
         row, thread, sums = lane // 4, lane % 4, [floats(self._get(one)) for one in _names(args[3])]
         words = [self._get(one) for one in (*_names(args[1]), *_names(args[2]))]
@@ -345,7 +377,7 @@ class Program:
             left, right = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
             for i in range(6):
                 for half in range(2):
-                    value = from_f16(words[i][own] >> U64(16 * half))
+                    value = opened(words[i][own] >> U64(16 * half))
                     if i < 4:
                         left[r + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = value
                     else:

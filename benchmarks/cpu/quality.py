@@ -50,13 +50,16 @@ OTHERS: dict[str, dict[str, Any]] = {
     "AWQ w4": {},
     "int8 w8a8": {},
     "fp8": {},
+    "int8 head": {"dtype": "float32"},
     "fp8 cache": {"dtype": "float32", "kv_cache_dtype": "fp8"},
     "fp8 cache, measured scales": {"dtype": "float32", "kv_cache_dtype": "fp8", "calculate_kv_scales": True},
     "fp8_e5m2 cache": {"dtype": "float32", "kv_cache_dtype": "fp8_e5m2"},
 }
 
 
-CHECKPOINTS = {"GPTQ w4": "gptq", "AWQ w4": "awq", "int8 w8a8": "int8", "fp8": "fp8"}  # of make_quantized.py
+CHECKPOINTS = {  # of make_quantized.py
+    "GPTQ w4": "gptq", "AWQ w4": "awq", "int8 w8a8": "int8", "fp8": "fp8", "int8 head": "int8-head",
+}  # fmt: skip
 
 
 class Found(NamedTuple):

@@ -7,6 +7,7 @@ the same shape; caches are views of pages (triton_cache.py):
     refilled      captured steps of any mix: the same two lists in fixed room, written by the host before each replay
     device list   captured decodes, and those of an eager step where they are many: cut into parts by a kernel from the
                   contexts of the moment; where many begin with the same blocks, "shared": read once for all of them
+    one row       captured decodes of a single row: all from the fused projection on in one kernel, without a list
     fixed         no parts, nothing shared, keys in steps of one length: a query's arithmetic never depends on its
                   neighbours (on tensor cores the other sides of a tile do not change a bit)
     library       runs of fresh prompts of one length (attention/library.py)
@@ -32,6 +33,7 @@ from quire.ops.copy import upload
 from quire.ops.kv_codes import rounded
 from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep, prepare_qkv
+from quire.ops.triton import attention_one
 from quire.ops.triton.attention import (
     FIELDS,
     MAX_SPLITS,
@@ -53,6 +55,9 @@ from quire.schema.kv import KVGroup, KVKind, KVSpec
 LEAST_KEYS = 256  # of a split; half as many if tiles alone do not fill the device
 SHARE_ROWS = 16  # decodes in a step from which a shared prefix is searched
 MOST_ENTRIES, MOST_LATENT = 512, 1024  # of a head: with separate values; with values that are a slice of the keys
+# Decodes in a captured step up to which one kernel does everything (ops/triton/attention_one.py). None: it is right, but
+# was not timed yet (docs/log.md).
+ONE_LAUNCH_ROWS = 0
 CROWD = 64  # decodes in a step that fill the device without being split
 MIXED_ROWS = 320  # most rows of few queries in the lists of a captured mixed step
 MIXED_PROMPTS = 64  # and prompt chunks
@@ -445,6 +450,8 @@ class TritonPlan:
         rule = Rule(scale, softcap, sinks, alibi)
         if cache.uncalibrated:
             self._calibrate(qkv, prep, cache)
+        if plain and isinstance(qkv, Tensor) and self._fits_one_launch(qkv, prep, cache):
+            return self._attend_at_once(qkv, prep, cache, scale)
         if isinstance(qkv, PartialSums):
             if not self.lists.prompts(call):
                 q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, False, cache.scales)
@@ -458,6 +465,25 @@ class TritonPlan:
         q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, keep, cache.scales)
         kv = qkv.view(q.shape[0], -1, q.shape[2])[:, prep.heads :]
         return self._attend(call, q, kv[:, : prep.kv_heads], kv[:, prep.kv_heads :], cache, rule)
+
+    def _fits_one_launch(self, qkv: Tensor, prep: QkvPrep, cache: TritonCache) -> bool:
+        if not isinstance(self.lists, DeviceLists) or len(self.lists.contexts) > ONE_LAUNCH_ROWS or self.backend.fixed:
+            return False
+        masked = self.shape.window or self.shape.chunk
+        return not masked and attention_one.fits(prep, cache.keys, cache.values, qkv.dtype)
+
+    def _attend_at_once(self, qkv: Tensor, prep: QkvPrep, cache: TritonCache, scale: float) -> Tensor:
+        lists, size = self.lists, cache.keys.shape[3]
+        assert isinstance(lists, DeviceLists) and cache.values is not None
+        rows = len(lists.contexts)
+        most = attention_one.most_splits(rows, prep.kv_heads, self.backend.sms(qkv.device))
+        needed = attention_one.workspace_sizes(rows, prep.heads, prep.kv_heads, size, most)
+        out = torch.empty((rows, prep.heads, size), dtype=qkv.dtype, device=qkv.device)
+        attention_one.attend_one(
+            qkv, prep, cache.keys, cache.values, self.tables, lists.rows, lists.contexts, self.slots, out,
+            self.backend.workspace.get(*needed, qkv.device), scale, most, early=self.backend.early,
+        )  # fmt: skip
+        return out
 
     def _calibrate(self, qkv: Tensor | PartialSums, prep: QkvPrep, cache: TritonCache) -> None:
         """From the keys and values of this step, as they would be written to a cache of their own dtype."""

@@ -28,7 +28,8 @@ _WEIGHTS = "model_config.weights"  # digests by file name; one file that is the 
 _ENGINE = (
     _WEIGHTS, "model_config.dtype", "model_config.quantization", "model_config.seed",
     "model_config.disable_sliding_window", "model_config.model_impl", "model_config.logits_processors",
-    "model_config.weight_form", "device_config", "structured_outputs_config", "reasoning_config",
+    "model_config.weight_form", "model_config.head_form", "device_config", "structured_outputs_config",
+    "reasoning_config",
     "speculative_config.method", "speculative_config.num_speculative_tokens", "parallel_config.tensor_parallel_size",
     "parallel_config.pipeline_parallel_size", "parallel_config.decode_context_parallel_size",
     "parallel_config.enable_expert_parallel", "parallel_config.enable_eplb", "cache_config.block_size",

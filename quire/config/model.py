@@ -12,7 +12,7 @@ from quire.checkpoint.quantization import ANY_OF, FAMILIES, FORMATS, NEAREST
 from quire.checkpoint.sentence import SentenceFiles
 from quire.config.local import names_of
 from quire.config.option import LATER, Group, group, option
-from quire.config.rounding import ONLINE_ONLY
+from quire.config.rounding import ONLINE_ONLY, rounding_settings
 from quire.schema.errors import ConfigError, NotBuiltError
 
 Modality = dict[str, int | dict[str, int]]
@@ -267,6 +267,10 @@ class ModelConfig(Group):
         ready=("gguf", *ONLINE_ONLY, *FAMILIES, *(name for name in ANY_OF if name not in FAMILIES)),
         take=quantization_name, why="checkpoints of these formats can be loaded: " + ", ".join(("gguf", *FORMATS)),
     )  # fmt: skip
+    quantization_config: dict[str, Any] | None = option(
+        None, 'Rounding at load: {"lm_head": "int8"} rounds the output matrix too (int8_wo and int4_wo do), null '
+        "leaves it in 16 bits.", take=rounding_settings, accepts=dict[str, Any] | None,
+    )  # fmt: skip
     enforce_eager: bool = option(False, "No compilation and no CUDA graphs; no effect on CPU.")
     max_logprobs: int = option(20, "Most log probabilities per token a request may ask for; -1 is no limit.", low=-1)
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
@@ -324,6 +328,7 @@ class ModelConfig(Group):
     original_max_model_len: int | None = None  # as requested
     model_weights: str = ""
     weight_form: str = "plain"  # plain | stored (blocks or codes of the checkpoint) | int8, int4, fp8 (rounded at load)
+    head_form: str = ""  # what the output matrix is rounded to at load on a GPU: int8, or nothing
 
     @property
     def architecture(self) -> str:

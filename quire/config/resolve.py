@@ -31,7 +31,7 @@ from quire.config.model import ModelConfig
 from quire.config.outside import registered
 from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
 from quire.config.ranks import check_ranks, check_shares, divide_contexts, spread_experts
-from quire.config.rounding import ONLINE, ONLINE_ONLY, online_form
+from quire.config.rounding import ONLINE, ONLINE_ONLY, head_form, online_form
 from quire.config.sampling import choose_sampling
 from quire.schema.errors import CheckpointError, ConfigError, InputError, ModelNotFoundError, NotBuiltError
 
@@ -172,6 +172,12 @@ def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
     name = model.quantization
     if name in ONLINE and (name in ONLINE_ONLY or not stored):
         return _choose_online(config, stored)
+    if model.quantization_config:
+        raise ConfigError(
+            f"quantization_config is about rounding at load, which quantization={name!r} is not; "
+            f"{', '.join(ONLINE)} of an unquantized checkpoint are",
+            param="quantization_config",
+        )
     if name is not None and name != stored and not (coded is not None and agrees(name, coded)):
         what = f"is stored as {stored}" if stored else "is not quantized"
         raise ConfigError(f"quantization={name!r}, but the checkpoint {what}", param="quantization")
@@ -243,7 +249,13 @@ def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
     form = "int8" if on_cpu and form == "fp8" else form
     if on_cpu and model.quantization not in ("int8_wo", "int4_wo"):
         log.info("quantization=%s: on this CPU, weights are rounded to blocks of %s", model.quantization, form)
-    return replace(config, **{"model_config.weight_form": form})
+    head = head_form(str(model.quantization), model.quantization_config)
+    if on_cpu and model.quantization_config and not head:
+        raise ConfigError(
+            "quantization_config={'lm_head': None}: on a CPU the output matrix is rounded too",
+            param="quantization_config",
+        )
+    return replace(config, **{"model_config.weight_form": form, "model_config.head_form": head})
 
 
 def choose_dtype(requested: Requested, config: EngineConfig) -> EngineConfig:

@@ -1,7 +1,7 @@
 """Rounding at load: which names of `quantization=` round an unquantized checkpoint, and to what.
 
-In: a name, and for torchao its configuration. Out: a weight form (ModelConfig.weight_form). Must not know: devices, how
-numbers are rounded.
+In: a name, and for torchao its configuration; `quantization_config=`. Out: weight forms (ModelConfig.weight_form and
+head_form). Must not know: devices, how numbers are rounded.
 """
 
 from __future__ import annotations
@@ -24,6 +24,35 @@ _TORCHAO = {  # classes of torchao's configurations; groups and granularities ar
     "Float8WeightOnlyConfig": "fp8", "Float8DynamicActivationFloat8WeightConfig": "fp8",
 }  # fmt: skip
 _MOST_JSON = 1 << 20
+_WITH_HEAD = ("int8_wo", "int4_wo")  # names that round the output matrix too, to 8 bits, as all names do on a CPU
+HEAD = "lm_head"  # the only key of quantization_config
+_HEAD_FORMS = ("int8", None)
+
+
+def rounding_settings(value: Any) -> Any:
+    """`quantization_config=`: whether the output matrix is rounded."""
+    if not isinstance(value, Mapping):
+        return value
+    if unknown := [key for key in value if key != HEAD]:
+        raise NotBuiltError(
+            f"quantization_config has {shown(unknown[0])}; the only key that is built is {HEAD!r}, all other matrices "
+            "are rounded as quantization says",
+            param="quantization_config",
+            value=dict(value),
+        )
+    if HEAD in value and value[HEAD] not in _HEAD_FORMS:
+        raise ConfigError(
+            f"quantization_config has {HEAD!r}: {shown(value[HEAD])}; it may be 'int8', or None for 16 bits",
+            param="quantization_config",
+        )
+    return dict(value)
+
+
+def head_form(name: str, settings: Mapping[str, Any] | None) -> str:
+    """What the output matrix is rounded to; "": it is not."""
+    if settings is not None and HEAD in settings:
+        return settings[HEAD] or ""
+    return "int8" if name in _WITH_HEAD else ""
 
 
 def online_form(name: str, config: Mapping[str, Any]) -> str:

@@ -21,7 +21,6 @@ from quire.quant.plain import plain_storage
 from quire.quant.scheme import Storage
 from quire.quant.shard import ALONE, ShardGroup
 
-_WITH_HEAD = ("int8_wo", "int4_wo")  # names that round the output matrix too, to 8 bits, as they do on a CPU
 _log = logger(__name__)
 
 
@@ -33,8 +32,8 @@ def coded_storage(config: EngineConfig, kernels: Kernels, group: ShardGroup = AL
     if matrices is None and experts is None:
         return plain_storage(dtype, kernels, group)
     head = None
-    if matrices is not None and about.quantization in _WITH_HEAD:
-        head = CodedScheme(dtype, arena, kernels, coder_of("int8"))
+    if matrices is not None and about.head_form:
+        head = CodedScheme(dtype, arena, kernels, coder_of(about.head_form))
     outer = config.load_config.load_format == "gguf"  # a small share of it in 16 bits would be a large one of a file
     choice = CodedChoice(dtype, arena, kernels, matrices, experts, head, outer=outer)
     return Storage(dtype, arena, kernels, choice, group)

@@ -262,6 +262,87 @@ def test_from_the_fused_product_on(with_library):
     close(found, wanted.float().cpu(), torch.bfloat16)
 
 
+class TestOneLaunch:
+    """A captured decode of one row: norms, rotary embedding, cache write and attention in one kernel."""
+
+    @pytest.fixture(autouse=True)
+    def _one_row(self, monkeypatch):
+        from quire.attention import triton as plans
+
+        monkeypatch.setattr(plans, "ONE_LAUNCH_ROWS", 1)
+
+    def captured(self, case, attention, norm=True):
+        """(graph, its step, projection, cache, result, what is applied) of a step that another case may replace."""
+        from quire.ops.qkv import QkvPrep
+
+        make = torch.Generator().manual_seed(1)
+        weights = (torch.rand((2, case.size), generator=make) + 0.5).to(case.dtype).cuda()
+        angle = torch.rand((1, 1, case.size // 2), generator=make)
+        turns = ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin()))
+        cos, sin = (torch.cat(pair, -1).to(case.dtype).cuda() for pair in turns)
+        q_weight, k_weight = weights if norm else (None, None)
+        prep = QkvPrep(case.heads, case.kv_heads, q_weight, k_weight, 1e-6, 0.0, False, cos, sin, False)
+        step, cache, qkv = case.step(static=1), case.cache(attention), torch.cat(case.inputs(), 1).flatten(1)
+        plan = attention.plan(step, case.group())
+        plan.run_fused(qkv, prep, cache, scale=case.scale)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = plan.run_fused(qkv, prep, cache, scale=case.scale)
+        return graph, step, qkv, cache, out, prep
+
+    @pytest.mark.parametrize(
+        ("group", "size", "page", "dtype", "norm"),
+        [
+            (4, 128, 64, torch.bfloat16, True), (1, 64, 16, torch.float16, False), (8, 128, 48, torch.bfloat16, True),
+            (16, 64, 128, torch.float16, True), (3, 256, 64, torch.bfloat16, False),
+        ],
+    )  # fmt: skip
+    def test_a_graph_for_any_context(self, group, size, page, dtype, norm, monkeypatch):
+        from quire.attention import triton as plans
+        from quire.ops.qkv import prepare_qkv
+
+        launched, attend_one = [], plans.attention_one.attend_one
+        monkeypatch.setattr(
+            plans.attention_one, "attend_one", lambda *a, **b: (launched.append(1), attend_one(*a, **b))
+        )
+        shape = {"heads": 2 * group, "kv_heads": 2, "size": size, "block_size": page, "dtype": dtype, "device": "cuda"}
+        attention = backend()
+        longest = Case([(5000, 1)], **shape)
+        graph, step, qkv, cache, out, prep = self.captured(longest, attention, norm)
+        assert launched
+        for context in (1, 2, page, page + 1, 65, 66, 700, 2113, 2114, 5000):
+            case = Case([(context, 1)], **shape, seed=context)
+            other, source = case.step(static=1), case.cache(attention)
+            cache.keys.fill_(float("nan"))
+            cache.values.fill_(float("nan"))
+            cache.keys[: case.num_blocks], cache.values[: case.num_blocks] = source.keys, source.values
+            rows, width = other.block_tables.shape
+            step.block_tables[:rows, :width] = other.block_tables
+            for name in ("row_index", "contexts", "slots"):
+                getattr(step, name).copy_(getattr(other, name))
+            qkv.copy_(torch.cat(case.inputs(), 1).flatten(1))
+            q = prepare_qkv.reference(qkv.clone(), prep, source.keys, source.values, other.slots)
+            wanted = attention.plan(other, case.group()).run(q, None, None, source, **case.options())
+            for _ in range(3):  # the counters of merged splits are ready for the next launch
+                out.fill_(float("nan"))
+                graph.replay()
+                close(out, wanted.float().cpu(), dtype)
+            written = (other.slots // page, other.slots % page)
+            torch.testing.assert_close(cache.keys[written], source.keys[written], rtol=2e-2, atol=2e-2)
+            assert cache.values[written].equal(source.values[written])
+
+    def test_a_padded_entry_gives_zeros(self):
+        case = Case([(300, 1)], heads=8, kv_heads=2, size=128, dtype=torch.bfloat16, device="cuda")
+        graph, step, _, cache, out, _ = self.captured(case, backend())
+        before = cache.keys.clone()
+        step.contexts.zero_()
+        step.slots.fill_(-1)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert not out.any()
+        assert cache.keys.view(torch.int16).equal(before.view(torch.int16))
+
+
 def test_pages_at_the_far_end_of_a_large_cache():
     """Offsets past 2**31 elements: a cache of 6 GB, its last blocks used."""
     from quire.attention.triton import write_kv

@@ -161,21 +161,21 @@ def test_numbers_are_rounded_while_they_arrive(tmp_path: Path, form: str, error:
         assert torch.equal(decode_weight(part, torch.float32), decode_weight(right, torch.float32))
 
 
-@pytest.mark.parametrize(("name", "form"), [("int4_wo", "int4"), ("int8_wo", "int8"), ("fp8", "fp8")])
-def test_which_names_round_the_output_matrix(tmp_path: Path, name: str, form: str) -> None:
-    """To 8 bits, as they do on a CPU; not one that is the embedding as well."""
+@pytest.mark.parametrize(("form", "head"), [("int4", "int8"), ("int8", "int8"), ("fp8", "int8"), ("fp8", "")])
+def test_an_output_matrix_that_is_rounded_too(tmp_path: Path, form: str, head: str) -> None:
+    """To 8 bits, as on a CPU; not one that is the embedding as well."""
     for tied in (False, True):
         folder = tmp_path / f"tied-{tied}"
         write_tiny("Qwen3ForCausalLM", folder, tie_word_embeddings=tied)
         config = EngineArgs(model=str(folder), dtype="float16", device="cpu").create_engine_config()
-        config = replace(config, **{"model_config.weight_form": form, "model_config.quantization": name})
+        config = replace(config, **{"model_config.weight_form": form, "model_config.head_form": head})
         model = build_model(
             config.model_config.hf_config, dtype=torch.float16, device="cpu", max_model_len=64,
             storage=coded_storage(config, TORCH),
         )  # fmt: skip
         reload_weights(model, config)
         heads = [matrix for key, matrix in coded_of(model).items() if "head" in key]
-        assert len(heads) == (0 if tied or name == "fp8" else 1)
+        assert len(heads) == (0 if tied or not head else 1)
         for matrix in heads:
             (part,) = matrix.parts.values()
             assert isinstance(part, CodedWeight) and part.kind == "int8" and part.group == part.width

@@ -345,6 +345,88 @@ def test_from_the_fused_product_on(library):
     close(found, wanted.float(), torch.float16)
 
 
+def of_heads(case, norm=True, wide=False, offset=0.0):
+    """(fused projection, what is applied to it) of a step whose every entry has one token."""
+    make = torch.Generator().manual_seed(1)
+    tokens, size = len(case.lens), case.size
+    weights = torch.rand((2, size), generator=make).to(case.dtype) + 0.5
+    angle = torch.rand((tokens, 1, size // 2), generator=make)
+    cos, sin = (torch.cat(pair, -1).to(case.dtype) for pair in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
+    q_weight, k_weight = weights if norm else (None, None)
+    prep = QkvPrep(case.heads, case.kv_heads, q_weight, k_weight, 1e-5, offset, wide, cos, sin, False)
+    return torch.cat(case.inputs(), 1).flatten(1), prep
+
+
+class TestOneLaunch:
+    """Captured decodes of a row: norms, rotary embedding, cache write and attention in one kernel, as one by one."""
+
+    @pytest.fixture(autouse=True)
+    def _several_rows(self, monkeypatch):
+        monkeypatch.setattr(attention, "ONE_LAUNCH_ROWS", 4)
+
+    def check(self, case, monkeypatch, **kinds):
+        backend = TritonAttention(fixed=False)
+        qkv, prep = of_heads(case, **kinds)
+        before, step = case.cache(backend), case.step(static=len(case.lens))
+        q = prepare_qkv.reference(qkv.clone(), prep, before.keys, before.values, step.slots)
+        wanted = backend.plan(step, case.group()).run(q, None, None, before, **case.options())
+        launched, attend_one = [], attention.attention_one.attend_one
+        monkeypatch.setattr(
+            attention.attention_one, "attend_one", lambda *a, **b: (launched.append(1), attend_one(*a, **b))
+        )
+        cache = case.cache(backend)
+        found = backend.plan(step, case.group()).run_fused(qkv, prep, cache, scale=case.scale)
+        assert launched
+        close(found, wanted.float(), torch.float16)
+        close(cache.keys.nan_to_num(7.0), before.keys.nan_to_num(7.0).float(), torch.float16)
+        assert cache.values.nan_to_num(7.0).equal(before.values.nan_to_num(7.0))
+        assert not backend.workspace.get(1, 1, qkv.device).counters.any()
+
+    @pytest.mark.parametrize("context", [1, 2, 65, 66, 140])
+    def test_contexts(self, context, monkeypatch):
+        case = Case([(context, 1)], heads=4, kv_heads=1, size=64, dtype=torch.float16, seed=context)
+        self.check(case, monkeypatch)
+
+    @pytest.mark.parametrize(("group", "page"), [(1, 16), (3, 48), (8, 64), (16, 128)])
+    def test_groups_and_pages(self, group, page, monkeypatch):
+        case = Case([(133, 1)], heads=group, kv_heads=1, size=64, block_size=page, dtype=torch.float16)
+        self.check(case, monkeypatch)
+
+    @pytest.mark.parametrize("kinds", [{"norm": False}, {"wide": True}, {"offset": 1.0}])
+    def test_norms(self, kinds, monkeypatch):
+        self.check(Case([(70, 1)], heads=2, kv_heads=1, size=128, dtype=torch.float16), monkeypatch, **kinds)
+
+    def test_several_rows(self, monkeypatch):
+        lens = [(70, 1), (1, 1), (140, 1)]
+        self.check(Case(lens, heads=8, kv_heads=2, size=64, dtype=torch.float16), monkeypatch)
+
+    def test_more_tiles_than_splits(self, monkeypatch):
+        monkeypatch.setattr(attention.attention_one, "most_splits", lambda *_: 2)
+        self.check(Case([(300, 1)], heads=4, kv_heads=1, size=64, dtype=torch.float16), monkeypatch)
+
+    def test_a_padded_entry_gives_zeros_and_writes_nothing(self):
+        case, backend = Case([(70, 1)], heads=4, kv_heads=2, size=64, dtype=torch.float16), TritonAttention(fixed=False)
+        qkv, prep = of_heads(case)
+        step, cache = case.step(static=2), case.cache(backend)
+        prep = prep._replace(cos=prep.cos.repeat(2, 1, 1), sin=prep.sin.repeat(2, 1, 1))
+        found = backend.plan(step, case.group()).run_fused(qkv.repeat(2, 1), prep, cache, scale=case.scale)
+        assert found[0].any() and not found[1].any()
+        unused = set(range(case.num_blocks)) - set(case.tables.flatten().tolist())
+        assert cache.keys[list(unused)].isnan().all()
+
+    @pytest.mark.parametrize(
+        ("changes", "fits"),
+        [
+            ({}, True), ({"pairs": True}, False), ({"cos": None}, False), ({"k_weight": None}, False),
+            ({"q_weight": torch.ones(4, 64)}, False), ({"heads": 34}, False),
+        ],
+    )  # fmt: skip
+    def test_what_goes_another_way(self, changes, fits):
+        case = Case([(70, 1)], heads=4, kv_heads=2, size=64, dtype=torch.float16)
+        cache, prep = case.cache(TritonAttention(fixed=False)), of_heads(case)[1]._replace(**changes)
+        assert attention.attention_one.fits(prep, cache.keys, cache.values, torch.float16) is fits
+
+
 def test_library_attention_for_fresh_prompts():
     """Adjacent prompts of one length in one run; short ones, continued ones and windows stay with the kernels."""
     lens = [(300, 300), (300, 300), (40, 40), (280, 280), (500, 300)]

@@ -26,10 +26,12 @@ from quire.ops.act import clamped_swiglu
 from quire.ops.coded import CodedWeight
 from quire.ops.coded_experts import ExpertCodes, run_coded_experts
 from quire.ops.few import NormRule, linear_add, norm_linear
+from quire.ops.qkv import QkvPrep, prepare_qkv
 from quire.ops.triton import (
     act,
     attention,
     attention_cache,
+    attention_one,
     coded,
     coded_blocks,
     few,
@@ -58,14 +60,16 @@ CODES = {  # of a KV cache: type, largest code, 1: a scale per layer, 2: per tok
 }  # fmt: skip
 
 
-def compiled(kernel, kinds, constants, *, warps=4, stages=3, unaligned=(), early=False):
-    """`kinds`: types of the arguments that are no constants; 'none': None is given."""
+def compiled(kernel, kinds, constants, *, warps=4, stages=3, unaligned=(), even=(), early=False):
+    """`kinds`: types of the arguments that are no constants; 'none': None is given. `even`: strides by another name."""
     names = kernel.arg_names
     constants = constants | {name: None for name, kind in kinds.items() if kind == "none"}
     kinds = {name: kind for name, kind in kinds.items() if kind != "none"}
     assert set(names) == set(kinds) | set(constants), set(names) ^ (set(kinds) | set(constants))
     aligned = [
-        name for name, kind in kinds.items() if (kind.startswith("*") or "stride" in name) and name not in unaligned
+        name
+        for name, kind in kinds.items()
+        if (kind.startswith("*") or "stride" in name or name in even) and name not in unaligned
     ]
     source = ASTSource(
         fn=kernel,
@@ -976,3 +980,84 @@ def test_blocks_times_some_rows(name, rows):
         loop = text[text.index("mbarrier.try_wait") : text.rindex("wgmma.mma_async")]
         assert "st.shared" not in loop
         assert made.metadata.shared <= 227 << 10
+
+
+def compiled_one_row(tile, *, heads, kv_heads, size, page, most, early=True):
+    kinds = dict.fromkeys(("out", "qkv", "keys", "values", "q_weight", "k_weight", "cos", "sin"), HALF)
+    kinds |= dict.fromkeys(("tables", "row_index", "contexts", "counters"), WHOLE) | {"slots": "*i64"}
+    kinds |= {"partial": WIDE, "sums": WIDE} | dict.fromkeys(("eps", "offset", "scale"), "fp32")
+    strides = ("qkv_stride", "page_stride", "k_head", "v_head", "table_stride")
+    constants = {
+        "HQ": heads, "HKV": kv_heads, "D": size, "BLOCK_M": 16, "BLOCK_N": tile.block_n, "PAGE": page,
+        "GROUPS": triton.next_power_of_2(heads // kv_heads), "NORM": True, "WIDE": False, "MOST": most,
+        "LEAST": tile.least, "AT_ONCE": 8, "ASM": True, "EARLY": early,
+    }  # fmt: skip
+    lists = ("tables", "row_index", "contexts", "slots", "table_stride")
+    return compiled(
+        attention_one._one_kernel, kinds | dict.fromkeys(strides, "i32"), constants, warps=tile.warps, early=early,
+        unaligned=lists, even=("k_head", "v_head"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("group", "size", "page"), [(4, 128, 64), (8, 128, 16), (16, 64, 48)])
+def test_one_row_of_attention_loads_its_keys_before_it_waits(group, size, page):
+    text = compiled_one_row(attention_one.TILE, heads=8 * group, kv_heads=8, size=size, page=page, most=33).asm["ptx"]
+    before = text[: text.index("griddepcontrol.wait")]
+    loads = attention_one.TILE.block_n * size * 2 * 2 // (16 * 32 * attention_one.TILE.warps)
+    assert before.count("ld.global.v4.b32") >= loads  # of 16 bytes a thread: keys and values
+    assert ".local" not in text
+
+
+@pytest.mark.parametrize("context", [1, 66, 400])
+def test_one_row_of_compiled_attention_is_right(context):
+    """Splits, and one with two tiles; numpy runs the instructions."""
+    heads, kv_heads, size, page, most = 8, 2, 128, 64, 5
+    made = compiled_one_row(attention_one.TILE, heads=heads, kv_heads=kv_heads, size=size, page=page, most=most)
+    make = torch.Generator().manual_seed(context)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=make).bfloat16()
+
+    blocks = -(-context // page) + 2
+    order = torch.randperm(blocks, generator=make)
+    tables = torch.full((3, blocks + 1), 1 << 28, dtype=torch.int32)
+    tables[1, :blocks] = order
+    pages = torch.full((blocks, 2, kv_heads, page, size), float("nan"), dtype=torch.bfloat16)
+    keys, values = pages[:, 0].transpose(1, 2), pages[:, 1].transpose(1, 2)
+    at = torch.arange(context)
+    where = order[at // page], at % page
+    keys[where[0][:-1], where[1][:-1]] = draw(context - 1, kv_heads, size)
+    values[where[0][:-1], where[1][:-1]] = draw(context - 1, kv_heads, size)
+    qkv, weights = draw(1, (heads + 2 * kv_heads) * size), draw(2, size) * 0.2 + 1
+    angle = torch.rand((1, 1, size // 2), generator=make) * 6
+    turns = ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin()))
+    cos, sin = (torch.cat(pair, -1).bfloat16() for pair in turns)
+    prep = QkvPrep(heads, kv_heads, weights[0], weights[1], 1e-6, 0.0, False, cos, sin, False)
+    slots = torch.tensor([int(where[0][-1]) * page + int(where[1][-1])])
+    expected = pages.clone()
+    k, v = expected[:, 0].transpose(1, 2), expected[:, 1].transpose(1, 2)
+    q = prepare_qkv.reference(qkv.clone(), prep, k, v, slots).float().view(kv_heads, -1, size)
+    scores = torch.einsum("hgd,chd->hgc", q, k[where].float()) * size**-0.5
+    wanted = torch.einsum("hgc,chd->hgd", scores.softmax(-1), v[where].float()).view(1, heads, size)
+
+    memory, out = Memory(), torch.full((1, heads, size), float("nan"), dtype=torch.bfloat16)
+    counters = torch.zeros(kv_heads, dtype=torch.int32)
+
+    def put(tensor):
+        return memory.add(tensor.view(-1).view(torch.uint8).numpy())
+
+    base = put(pages)
+    given = [
+        put(out), put(qkv), base, base + 2 * kv_heads * page * size, put(tables), put(torch.ones(1, dtype=torch.int32)),
+        put(torch.tensor([context], dtype=torch.int32)), put(slots), put(weights[0].clone()), put(weights[1].clone()),
+        put(cos), put(sin), put(torch.empty(heads * most * size)), put(torch.empty(heads * most * size)), put(counters),
+        qkv.stride(0), keys.stride(0), keys.stride(2), values.stride(2), tables.stride(0), 1e-6, 0.0,
+        size**-0.5 * attention.LOG2E.value,
+    ]  # fmt: skip
+    params = [int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value for value in given]
+    code, labels = parse(made.asm["ptx"])
+    for split, head in itertools.product(range(most), range(kv_heads)):
+        Program(32 * attention_one.TILE.warps, params, memory, made.metadata.shared, (head, split, 0)).run(code, labels)
+    assert (out.float() - wanted).norm() <= 6e-3 * wanted.norm()
+    assert (keys.nan_to_num(7.0) - k.nan_to_num(7.0)).abs().max() <= 0.04  # one rounding
+    assert values.nan_to_num(7.0).equal(v.nan_to_num(7.0)) and not counters.any()

@@ -220,6 +220,20 @@ def test_weights_rounded_while_loading(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("h200")
+def test_which_output_matrices_are_rounded(folder: Path) -> None:
+    """In fp8 only if that is asked for; in int8_wo and int4_wo unless it is declined."""
+    for name, head in (("fp8", ""), ("ptpc_fp8", ""), ("int8_wo", "int8"), ("int4_wo", "int8"), ("rtn", "")):
+        assert resolve(folder, quantization=name).model_config.head_form == head
+        for asked in ("int8", None):
+            config = resolve(folder, quantization=name, quantization_config={"lm_head": asked})
+            assert config.model_config.head_form == (asked or "")
+        assert resolve(folder, quantization=name, quantization_config={}).model_config.head_form == head
+    assert resolve(folder).model_config.head_form == ""
+    with pytest.raises(ConfigError, match="about rounding at load, which quantization=None is not; int8_wo, int4_wo"):
+        resolve(folder, quantization_config={"lm_head": "int8"})
+
+
+@pytest.mark.usefixtures("h200")
 def test_codes_of_a_checkpoint_stay_codes(folder: Path) -> None:
     coded = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     (folder / "config.json").write_text(json.dumps(RAW | {"quantization_config": coded}))

@@ -17,7 +17,7 @@ from quire.checkpoint.quantization import (
     read_quantization,
 )
 from quire.config import EngineArgs
-from quire.config.rounding import online_form
+from quire.config.rounding import online_form, rounding_settings
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError, QuireError
 
 LLAMA = {
@@ -203,6 +203,27 @@ def test_rounding_at_load_as_torchao_is_configured(tmp_path: Path, kind: str, fo
     overrides = {"quantization_config_dict_json": settings}
     assert resolved(tmp_path, None, quantization="torchao", hf_overrides=overrides) == ("bfloat16", form, "torchao")
     assert online_form("torchao", overrides) == ("fp8" if kind.startswith("Float8") else form)
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_output_matrices_on_a_cpu_are_always_rounded(tmp_path: Path) -> None:
+    assert resolved(tmp_path, None, quantization="fp8", quantization_config={"lm_head": "int8"})[1] == "int8"
+    with pytest.raises(ConfigError, match="on a CPU the output matrix is rounded too"):
+        resolved(tmp_path, None, quantization="fp8", quantization_config={"lm_head": None})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"linear": {"weight": None}}, "has 'linear'; the only key that is built is 'lm_head'"),
+        ({"lm_head": "int4"}, "has 'lm_head': 'int4'; it may be 'int8', or None"),
+        ({"lm_head": ["int8"]}, "has 'lm_head': "),
+        ({7: "int8"}, "has 7; the only key"),
+    ],
+)
+def test_settings_of_rounding_that_are_wrong(settings: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rounding_settings(settings)
 
 
 @pytest.mark.parametrize(
