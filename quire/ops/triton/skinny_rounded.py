@@ -30,11 +30,10 @@ from quire.ops.coded import CodedWeight, is_simple
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows
 from quire.ops.triton.descriptors import describe, load_tile
-from quire.ops.triton.skinny_coded import store_silu
 
-__all__ = ["TensorDescriptor", "linear_parts", "linear_silu"]
 DEPTH = gl.constexpr(128)  # entries of K that are multiplied at once: what a row of a swizzled tile holds
 _MOST_PARTS = 8
+LEAST_ROWS, MOST_ROWS = 33, 256  # of inputs for which these kernels are the fastest
 
 
 class RoundedRing(NamedTuple):
@@ -156,19 +155,21 @@ def _product(
 def _store_part(
     acc, scale, row_scale, bias, sums, first, column, part, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
-    """acc times the scales of both sides, to sums [parts, num_rows, columns]."""
-    own: gl.constexpr = acc.type.layout
+    """acc times the scales of both sides, to sums [parts, num_rows, columns], in pieces of 16 bytes."""
+    LANES: gl.constexpr = min(32, acc.shape[0] // 4)  # along a row of the result
+    own: gl.constexpr = gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
+    wide = gl.convert_layout(acc, own)
     n = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, own))
     m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, own))
-    acc *= gl.load(scale + n, mask=n < columns, other=0.0)[:, None]
-    acc *= gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
+    wide *= gl.load(scale + n, mask=n < columns, other=0.0)[:, None]
+    wide *= gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
     if BIAS:
-        acc += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
+        wide += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
     at = sums + (part * num_rows + m).to(gl.int64)[None, :] * columns + n[:, None]
-    gl.store(at, acc, mask=(n < columns)[:, None] & (m < num_rows)[None, :])
+    gl.store(at, wide, mask=(n < columns)[:, None] & (m < num_rows)[None, :])
 
 
-@gluon.jit(do_not_specialize=["num_rows", "columns", "buffers", "parts"])
+@gluon.jit(do_not_specialize=["num_rows", "buffers", "parts"])
 def _parts_kernel(
     matrix, narrow, rows, scale, row_scale, bias, sums, num_rows, columns, buffers, parts,
     TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
@@ -191,12 +192,32 @@ def _parts_kernel(
 def _store_silu(
     acc, scale, row_scale, bias, out, first, column, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
-    m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    acc *= gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
-    store_silu(acc, scale, bias, out, first, column, num_rows, columns, True, BIAS)
+    """acc holds gates, then ups, without scales: out [num_rows, columns] = silu(gate) * up, in pieces of 16 bytes."""
+    HALF: gl.constexpr = acc.shape[0] // 2
+    LANES: gl.constexpr = HALF // 8  # along a row of the result
+    WARPS: gl.constexpr = gl.num_warps()
+    kind: gl.constexpr = out.dtype.element_ty
+    pairs: gl.constexpr = gl.BlockedLayout([8, 1, 2], [LANES, 32 // LANES, 1], [1, WARPS, 1], [2, 0, 1])
+    own: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    both = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, acc.shape[1]]), [1, 2, 0]), pairs)
+    gate, up = gl.split(both)  # of one column in one thread
+    gate, up = gl.convert_layout(gate, own), gl.convert_layout(up, own)
+    n = column + gl.arange(0, HALF, layout=gl.SliceLayout(1, own))
+    m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, own))
+    inside = n < columns
+    by = gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
+    gate *= gl.load(scale + n, mask=inside, other=0.0)[:, None] * by
+    up *= gl.load(scale + columns + n, mask=inside, other=0.0)[:, None] * by
+    if BIAS:
+        gate += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)[:, None]
+        up += gl.load(bias + columns + n, mask=inside, other=0.0).to(gl.float32)[:, None]
+    gate, up = gate.to(kind).to(gl.float32), up.to(kind).to(gl.float32)  # rounded where separate ops round
+    gate = (gate / (1.0 + gl.exp(-gate))).to(kind).to(gl.float32)
+    at = out + m.to(gl.int64)[None, :] * columns + n[:, None]
+    gl.store(at, (gate * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
 
 
-@gluon.jit(do_not_specialize=["num_rows", "columns", "buffers"])
+@gluon.jit(do_not_specialize=["num_rows", "buffers"])
 def _silu_kernel(
     matrix, narrow, rows, scale, row_scale, bias, out, num_rows, columns, buffers,
     TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
@@ -214,15 +235,46 @@ def _silu_kernel(
         _store_silu(more, scale, row_scale, bias, out, first, begin, num_rows, columns, BIAS)
 
 
-def fits(x: RoundedRows, weight: CodedWeight) -> bool:
+def fits_weight(weight: CodedWeight) -> bool:
+    """Whether the kernels read codes of this form."""
     return (
         is_simple(weight)
-        and x.codes.dtype is weight.codes.dtype
-        and x.dtype.itemsize == 2
         and weight.width % DEPTH.value == 0
         and weight.scale.dtype is torch.float32
-        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x.codes, weight.codes))
+        and weight.codes.is_contiguous()
+        and weight.codes.data_ptr() % 16 == 0
     )
+
+
+def fits(x: RoundedRows, weight: CodedWeight) -> bool:
+    return (
+        0 < len(x.codes) <= MOST_ROWS
+        and x.codes.dtype is weight.codes.dtype
+        and x.dtype.itemsize == 2
+        and len(x.scale) == 1
+        and x.codes.is_contiguous()
+        and x.codes.data_ptr() % 16 == 0
+        and fits_weight(weight)
+    )
+
+
+# Among the best of those that were tried on an H200 (docs/log.md), by the most rows of a tile. The tall ones of a gated
+# matrix are for those that they divide evenly among the multiprocessors.
+_RINGS = {64: RoundedRing(64, 64, 2, 3, 2), 128: RoundedRing(128, 128, 1, 6, 1), 256: RoundedRing(128, 256, 1, 4, 1)}
+_GATED = {64: RoundedRing(64, 64, 1, 4, 3), 128: RoundedRing(64, 128, 1, 3, 3), 256: RoundedRing(64, 128, 1, 3, 3)}
+_TALL = {128: RoundedRing(192, 128, 1, 5, 1), 256: RoundedRing(192, 256, 1, 4, 1)}
+_ODD = RoundedRing(64, 64, 1, 4, 3)  # of a K that is no multiple of two pieces
+_EVEN = 0.8  # least share of the multiprocessors that such tiles keep busy
+
+
+def ring_of(rows: int, columns: int, width: int, processors: int, *, gated: bool = False) -> RoundedRing:
+    most = 64 if rows <= 64 else 128 if rows <= 128 else 256
+    ring = _GATED[most] if gated else _RINGS[most]
+    if gated and most in _TALL:
+        tiles = -(-columns // _TALL[most].tile)
+        if tiles >= _EVEN * processors * -(-tiles // processors):
+            ring = _TALL[most]
+    return ring if width % (ring.pieces * DEPTH.value) == 0 else _ODD
 
 
 def _tiles(ring: RoundedRing) -> tuple[int, int]:
@@ -248,10 +300,11 @@ def _described(x: RoundedRows, weight: CodedWeight, ring: RoundedRing, share: in
 
 
 def linear_parts(
-    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, processors: int, ring: RoundedRing,
-    early: bool = False, parts: int = 0,
+    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, processors: int, early: bool = False,
+    ring: RoundedRing | None = None, parts: int = 0,
 ) -> PartialSums:  # fmt: skip
     rows, columns = x.codes.shape[0], weight.rows
+    ring = ring or ring_of(rows, columns, weight.width, processors)
     buffers, tiles = weight.width // (DEPTH.value * ring.pieces), -(-columns // ring.tile)
     row_tiles = -(-rows // ring.rows)
     parts = parts or max(1, min(processors * ring.programs // (tiles * row_tiles), buffers // 2, _MOST_PARTS))
@@ -264,10 +317,12 @@ def linear_parts(
 
 
 def linear_silu(
-    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, ring: RoundedRing, early: bool = False
-) -> Tensor:
+    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, processors: int, early: bool = False,
+    ring: RoundedRing | None = None,
+) -> Tensor:  # fmt: skip
     """silu(gate) * up."""
     rows, columns = x.codes.shape[0], weight.rows // 2
+    ring = ring or ring_of(rows, weight.rows, weight.width, processors, gated=True)
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.codes.device)
     buffers = weight.width // (DEPTH.value * ring.pieces)
     _silu_kernel[(-(-rows // ring.rows), -(-columns // (ring.tile // 2)))](
