@@ -81,9 +81,11 @@ class Linear(MatrixLayer):
         """What ops have computed of this rank's part, added up over ranks if this matmul is cut so."""
         return own if self._reduce is None else self._reduce(own)
 
-    def sum_parts(self, own: PartialSums) -> Tensor | PartialSums:
+    def sum_parts(self, own: Tensor | PartialSums) -> Tensor | PartialSums:
         """As `summed`; where nothing is added up over ranks, parts are left to their consumer."""
-        return own if self._reduce is None else self._reduce(self._sum_parts(own))
+        if self._reduce is None:
+            return own
+        return self._reduce(self._sum_parts(own) if isinstance(own, PartialSums) else own)
 
     def own_stream(self, stream: Tensor) -> Tensor | None:
         """What this rank adds to its part before parts are added up, so that the sum is the stream plus the result."""

@@ -13,7 +13,7 @@ from quire.ops.act import gated_on, plain_on, xielu
 from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, linear_act, linear_add, linear_parts, norm_linear
 from quire.ops.parts import PartialSums
-from quire.ops.rounded import RoundedRows, RowCode, act_rounded, rounded_linear
+from quire.ops.rounded import RoundedRows, RowCode, rounded_act, rounded_parts
 from quire.quant.scheme import Slot, Storage
 
 
@@ -30,7 +30,7 @@ class Mlp(nn.Module):
         self._act = (gated_on if gated else plain_on)(act, storage.kernels)
         self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
         self._linear_act, self._linear_parts = storage.of(linear_act), storage.of(linear_parts)
-        self._act_rounded, self._rounded_linear = storage.of(act_rounded), storage.of(rounded_linear)
+        self._rounded_act, self._rounded_parts = storage.of(rounded_act), storage.of(rounded_parts)
         self.is_gated = gated
         self.joins = self.up.may_be_few and self.down.may_be_few  # whether `join` and `in_parts` may be called
 
@@ -60,14 +60,14 @@ class Mlp(nn.Module):
         between = self._linear_act(x, *up, self._act, self.up.added(rows))
         return self.down.sum_parts(self._linear_parts(between, *down, self.down.added(rows)))
 
-    def of_rounded(self, x: RoundedRows) -> Tensor:
-        """mlp(x) of inputs that are codes, and codes between its matmuls: see ops/rounded.py."""
+    def of_rounded(self, x: RoundedRows) -> Tensor | PartialSums:
+        """mlp(x) of inputs that are codes, and codes between its matmuls: see ops/rounded.py. As `in_parts`."""
         up, down = self.up.read_few(), self.down.read_few()
         assert (
             up is not None and down is not None and isinstance(up[0], CodedWeight) and isinstance(down[0], CodedWeight)
         )
-        between = self._act_rounded(self._rounded_linear(x, up[0], up[1]), self._act, RowCode.of(down[0]))
-        return self.down.summed(self._rounded_linear(between, down[0], down[1]))
+        between = self._rounded_act(x, up[0], up[1], self._act, RowCode.of(down[0]))
+        return self.down.sum_parts(self._rounded_parts(between, down[0], down[1]))
 
 
 class NormedMlp(Mlp):

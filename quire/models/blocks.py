@@ -31,11 +31,11 @@ from quire.models.arch import Arch, Layer
 from quire.models.stage import PipelineStage
 from quire.ops.act import PLAIN
 from quire.ops.blocks import BlockParts, Weights
-from quire.ops.coded import CodedWeight
+from quire.ops.coded import CodedWeight, quantize_rows
 from quire.ops.few import NormRule, added_rows, few_rows, linear_add, linear_parts, norm_linear, part_rows
 from quire.ops.lora import LowRank
 from quire.ops.parts import Delta, whole
-from quire.ops.rounded import RowCode, add_norm_rounded, rounded_linear, rounded_rows
+from quire.ops.rounded import RoundedRows, RowCode, add_norm_rounded, rounded_parts, rounded_rows
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError
 
@@ -199,7 +199,7 @@ class Rounding:
     def __init__(self, few: Few, mlp: Mlp, storage: Storage) -> None:
         self.few, self.attn, self.mlp, self.rules = few, few.attn, mlp, few.rules
         self._rounded_rows, self._norm = storage.of(rounded_rows), storage.of(add_norm_rounded)
-        self._linear = storage.of(rounded_linear)
+        self._linear, self._quantize = storage.of(rounded_parts), storage.of(quantize_rows)
 
     @classmethod
     def of(cls, few: Few, storage: Storage) -> Rounding | None:
@@ -212,14 +212,15 @@ class Rounding:
         return 0 if matrices is None else self._rounded_rows(matrices)
 
     def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        attn, qkv = self.attn, self.attn.qkv.read_few()
-        assert qkv is not None
+        attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
+        assert qkv is not None and o is not None
         weight, bias = qkv
-        assert isinstance(weight, CodedWeight)
+        assert isinstance(weight, CodedWeight) and isinstance(o[0], CodedWeight)
         code = RowCode.of(weight)
         h, x = self._norm(x, delta, self.rules[0], code)
-        out = attn.o(attn.attend(self._linear(h, weight, bias), batch, rotary))
-        h, x = self._norm(x, out, self.rules[1], code)
+        out = attn.attend(self._linear(h, weight, bias), batch, rotary)
+        codes = RoundedRows(*self._quantize(out, o[0].codes.dtype, o[0].group), out.dtype)
+        h, x = self._norm(x, attn.o.sum_parts(self._linear(codes, o[0], o[1])), self.rules[1], code)
         return x, self.mlp.of_rounded(h)
 
 

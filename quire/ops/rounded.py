@@ -1,4 +1,4 @@
-"""Inputs of matmuls rounded to 8 bits by the op that makes them: a norm, a gated activation.
+"""Inputs of matmuls rounded to 8 bits by the op that makes them: a norm, a matmul with a gated activation.
 
 Rounding them in a pass of its own reads and writes every activation once more. Each op is a sequence of plain ops with
 the same results. A device that has a form of `rounded_rows` says from how many rows on a block should go this way.
@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.ops.coded import CodedWeight, decode_weight, quantize_rows
 from quire.ops.few import NormRule, normed
 from quire.ops.op import op
-from quire.ops.parts import Delta, whole
+from quire.ops.parts import Delta, PartialSums, whole
 
 
 class RoundedRows(NamedTuple):
@@ -54,17 +54,25 @@ def add_norm_rounded(x: Tensor, delta: Delta, norm: NormRule, code: RowCode) -> 
 
 
 @op
-def act_rounded(x: Tensor, act: Callable[[Tensor], Tensor], code: RowCode) -> RoundedRows:
-    """act(x) rounded; `act` is gated."""
-    return _rounded(act(x), code)
-
-
-@op
 def rounded_linear(x: RoundedRows, weight: CodedWeight, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias."""
     numbers = (x.codes.float().unflatten(1, (len(x.scale), -1)) * x.scale.t()[:, :, None]).flatten(1)
     wide = F.linear(numbers, decode_weight.reference(weight, torch.float32), None if bias is None else bias.float())
     return wide.to(x.dtype)
+
+
+@op
+def rounded_parts(x: RoundedRows, weight: CodedWeight, bias: Tensor | None) -> Tensor | PartialSums:
+    """As rounded_linear; its consumer adds parts up, if there are any (ops/parts.py)."""
+    return rounded_linear.reference(x, weight, bias)
+
+
+@op
+def rounded_act(
+    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, act: Callable[[Tensor], Tensor], code: RowCode
+) -> RoundedRows:
+    """act(x @ weight.T + bias) rounded; `act` is gated."""
+    return _rounded(act(rounded_linear.reference(x, weight, bias)), code)
 
 
 def _rounded(x: Tensor, code: RowCode) -> RoundedRows:

@@ -14,7 +14,8 @@ from quire.models.build import build_model
 from quire.ops.coded import CodedWeight, coded_linear, quantize_rows
 from quire.ops.few import few_rows, linear_add, norm_linear, part_rows
 from quire.ops.op import Kernels
-from quire.ops.rounded import RoundedRows, rounded_linear, rounded_rows
+from quire.ops.parts import PartialSums
+from quire.ops.rounded import RoundedRows, rounded_linear, rounded_parts, rounded_rows
 from quire.quant.arena import Arena
 from quire.quant.coded_scheme import CodedChoice, CodedScheme
 from quire.quant.scheme import Storage
@@ -156,10 +157,17 @@ def test_the_output_of_attention_knows_what_the_next_matmul_reads(name):
         assert following is None or following.codes is matrix.codes
 
 
+def in_two_parts(x, weight, bias):
+    product = rounded_linear.reference(x, weight, bias)
+    return PartialSums(torch.stack((0.25 * product, 0.75 * product)), x.dtype)
+
+
+@pytest.mark.parametrize("parts", [rounded_parts.reference, in_two_parts], ids=["whole", "parts"])
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
-def test_inputs_are_rounded_where_they_are_made(name, form):
-    """From as many rows on as the device says, as rounding before every matmul does; of codes that round."""
+def test_inputs_are_rounded_where_they_are_made(name, form, parts):
+    """From as many rows on as the device says, as rounding before every matmul does; of codes that round. Consumers
+    add up the parts of a matmul."""
 
     def separately(x, weight, bias=None):
         if len(x) <= TOKENS or not weight.rounds:
@@ -176,6 +184,7 @@ def test_inputs_are_rounded_where_they_are_made(name, form):
     with (
         replaced(few_rows, "cpu", lambda width, dtype, matrices: 0 if matrices else 1),
         replaced(rounded_rows, "cpu", least),
+        replaced(rounded_parts, "cpu", parts),
         replaced(coded_linear, "cpu", separately),
     ):
         model = coded(name, form, bias=True)

@@ -448,8 +448,9 @@ def test_attention_over_a_cache_in_8_bits(code, group, size, value, latent):
                               "sinks": "none", "held": "i32"}  # fmt: skip
             pairs = coding == 1 and tiles.block_m == 16 and not latent
             kinds |= {"values": "*i16"} if pairs else {}
-            constants |= {"WINDOW": 0, "CHUNK": 0, "SINKS": False, "TWO_LOOPS": tiles.two_loops, "SPLIT": True,
+            constants |= {"WINDOW": 0, "CHUNK": 0, "SINKS": False, "TWO_LOOPS": tiles.two_loops or pairs, "SPLIT": True,
                           "SHARED_M": chosen.shared.block_m, "PAIRS": 2 if pairs else 0}  # fmt: skip
+            how["stages"] = max(tiles.num_stages, attention._PAIR_STAGES) if pairs else tiles.num_stages
             made = compiled(attention._attend_kernel, kinds, constants, **how)
             assert not pairs or "ld.shared.b8" not in made.asm["ptx"]  # values are not read byte by byte
         assert made.metadata.shared <= 227 * 1024
@@ -614,6 +615,37 @@ def test_codes_times_some_rows(name, rows):
         # TMA writes scales to multiples of 128 bytes, or the kernel ends in an illegal instruction.
         scales = [int(offset or 0) for offset in re.findall(r"ld\.shared\.b32\s+%r\d+, \[%r\d+(?:\+(\d+))?]", loop)]
         assert bool(scales) == is_grouped and all(offset % 128 in (0, 32) for offset in scales)
+
+
+@pytest.mark.parametrize("rows", [40, 100, 200])
+@pytest.mark.parametrize("columns", [4096, 6144, 24576])
+def test_codes_times_rounded_rows(columns, rows):
+    """As above; nothing is widened, and no way leads around the loop, or ptxas would let no two matmuls overlap."""
+    skinny = pytest.importorskip("quire.ops.triton.skinny_rounded")
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 8, 2)
+    for kernel, more in ((skinny._parts_kernel, {"sums": "*fp32"}), (skinny._silu_kernel, {"out": HALF})):
+        ring = skinny.ring_of(rows, columns, 4096, 132, gated="out" in more)
+        given, share = skinny._arguments(None, ring, True), 2 if "out" in more else 1
+        boxes = {"matrix": given["TILE"], "narrow": given["ADDED"] or given["TILE"], "rows": share * ring.rows}
+        kinds = {
+            **{name: f"tensordesc<fp8e4nv[{box // share},128],{layout!r}>" for name, box in boxes.items()},
+            "scale": "*fp32", "row_scale": "*fp32", **more,
+        }  # fmt: skip
+        options = {name: given.pop(name) for name in ("num_warps", "launch_pdl")}
+        signature = {
+            param.name: "constexpr" if param.is_constexpr or param.name == "bias" else kinds.get(param.name, "i32")
+            for param in kernel.params
+        }
+        places = {(list(signature).index(name),): value for name, value in (given | {"bias": None}).items()}
+        even = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in ("columns", *more)}
+        made = triton.compile(
+            source(kernel, signature, places, even), target=GPUTarget("cuda", 90, 32), options=options
+        )
+        text = made.asm["ptx"]
+        assert "wgmma.mma_async" in text and "e4m3.e4m3" in text and "griddepcontrol.wait" in text
+        assert made.metadata.shared <= 227 << 10
+        assert not re.search(r"st\.global\.(b16|b32|f32)", text) and re.search(r"st\.global\.v4", text)
 
 
 def compiled_few(kernel, constants, absent, half, registers):

@@ -36,6 +36,7 @@ from quire.ops.triton.attention_cache import BY_LAYER, BY_TOKEN, SCALES, Coding
 LOG2E = tl.constexpr(1.4426950408889634)
 FIELDS = tl.constexpr(10)
 MAX_SPLITS = 64  # of one tile
+_PAIR_STAGES = 5  # at least, of tiles whose values are read as pairs of codes
 _LISTS = ["tables", "items", "info", "members", "starts", "contexts", *SCALES]  # may start at any address
 
 
@@ -609,11 +610,13 @@ def attend(
     rooms = _rooms(space.floats, work, kv_heads, dv)
     if shared is not None and shared.programs:
         _attend_shared(q, keys, values, scales, tables, shared, rooms, shape, rule, dv, early)
+    codes = Coding.of(scales, keys.dtype)
+    pairs = _pairs(q, values, tiles, codes)
+    if pairs and work.splittable:  # tiles of codes are small, and take more instructions
+        tiles = tiles._replace(two_loops=True, num_stages=max(tiles.num_stages, _PAIR_STAGES))
     two_loops = tiles.two_loops and not (shape.window or shape.chunk)
     pages = _pages(q, keys, values, tiles) if two_loops else None
     k_pages, v_pages = pages or (None, None)
-    codes = Coding.of(scales, keys.dtype)
-    pairs = _pairs(q, values, tiles, codes)
     read = stored.view(torch.int16) if pairs else stored
     _attend_kernel[(kv_heads, num_items)](
         out, q, keys, read, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums,

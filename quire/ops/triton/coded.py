@@ -9,7 +9,8 @@ of a group, so what is multiplied is exact. Inputs that were rounded to 8 bits a
     up to _SCRATCH        inputs rounded                codes widened, larger tiles
     more                  inputs rounded                decoded to a scratch matrix, multiplied by the library
 
-On Hopper, few_coded.py has the matmuls of one row, skinny_coded.py those of some rows, with codes that they read.
+On Hopper, few_coded.py has the matmuls of one row, skinny_coded.py those of some rows, with codes that they read, and
+skinny_rounded.py those of 33 to 256 rows with fp8 that rounds, a scale for each row.
 
 In batch-invariant mode there is one tile for any number of rows, and inputs are never rounded.
 
@@ -560,10 +561,18 @@ def rounded_rows(matrices: Sequence[Tensor | CodedWeight]) -> int:
     return _ROUNDED + 1 if fits else 0
 
 
+def rounded_act(
+    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, act: Callable[[Tensor], Tensor], code: RowCode, *,
+    acts: Mapping[Callable, int], early: bool = False,
+) -> RoundedRows:  # fmt: skip
+    """ops.rounded.rounded_act."""
+    return act_rounded(rounded_linear(x, weight, bias, early=early), act, code, acts=acts, early=early)
+
+
 def act_rounded(
     x: Tensor, act: Callable[[Tensor], Tensor], code: RowCode, *, acts: Mapping[Callable, int], early: bool = False
 ) -> RoundedRows:
-    """`acts`: gated activations by function."""
+    """act(x) rounded. `acts`: gated activations by function."""
     known = acts.get(act)
     if known is not None and known != CLAMPED and x.ndim == 2 and x.stride(1) == 1:
         return gated_rounded(x, known, code, early=early)
@@ -611,8 +620,9 @@ def add_forms(table: FormTable, acts: Mapping[Callable, int], free: Fits, *, ear
     table.form(coded_ops.coded_linear, same_bits)(CodedLinear(fixed=True, early=early))
     table.form(coded_ops.decode_weight)(decode_weight)
     table.form(coded_ops.decode_rows)(coded_blocks.decode_rows)
-    table.form(coded_ops.quantize_rows)(quantize_rows)
+    table.form(coded_ops.quantize_rows)(partial(quantize_rows, early=early))
     table.form(rounded_ops.rounded_rows, free)(rounded_rows)
     table.form(rounded_ops.add_norm_rounded, free)(partial(add_norm_rounded, early=early))
-    table.form(rounded_ops.act_rounded, free)(partial(act_rounded, acts=acts, early=early))
+    table.form(rounded_ops.rounded_act, free)(partial(rounded_act, acts=acts, early=early))
     table.form(rounded_ops.rounded_linear, free)(partial(rounded_linear, early=early))
+    table.form(rounded_ops.rounded_parts, free)(partial(rounded_linear, early=early))

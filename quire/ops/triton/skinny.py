@@ -32,11 +32,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops import coded as coded_ops
 from quire.ops import few as few_ops
+from quire.ops import rounded as rounded_ops
 from quire.ops.coded import CodedWeight
 from quire.ops.lora import AddedLowRank, LowRank
 from quire.ops.op import Fits, FormTable
 from quire.ops.parts import PartialSums
-from quire.ops.triton import launch, skinny_blocks, skinny_coded
+from quire.ops.rounded import RoundedRows, RowCode
+from quire.ops.triton import coded, launch, skinny_blocks, skinny_coded, skinny_rounded
 from quire.ops.triton.act import SILU
 from quire.ops.triton.coded import CodedLinear
 from quire.ops.triton.descriptors import describe, load_tile
@@ -352,7 +354,16 @@ def part_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedW
     codes = [matrix for matrix in matrices if isinstance(matrix, CodedWeight)]
     if not all(skinny_coded.fits_weight(code) or skinny_blocks.fits_weight(code) for code in codes):
         return 0
-    return min([_most_rows(code) for code in codes] + [MOST_ROWS] * (len(codes) < len(matrices)))
+    most = [_most_rows(code) for code in codes] + [MOST_ROWS] * (len(codes) < len(matrices))
+    least = rounded_rows(matrices)  # from which on inputs are rounded
+    return min(most + [least - 1] * (least > 0))
+
+
+def rounded_rows(matrices: Sequence[Tensor | CodedWeight]) -> int:
+    """ops.rounded.rounded_rows: fewer than elsewhere, where all are multiplied by skinny_rounded.py."""
+    least = coded.rounded_rows(matrices)
+    is_fast = all(isinstance(matrix, CodedWeight) and skinny_rounded.fits_weight(matrix) for matrix in matrices)
+    return min(least, skinny_rounded.LEAST_ROWS) if is_fast else least
 
 
 def _most_rows(weight: CodedWeight) -> int:
@@ -365,7 +376,8 @@ def added_rows(matrices: Sequence[tuple[Tensor | CodedWeight, LowRank]]) -> int:
 
 
 class SkinnyForms:
-    """ops.few.linear_parts and linear_act of numbers and of codes; `acts` are the gated activations by function."""
+    """ops.few.linear_parts and linear_act of numbers and of codes, ops.rounded's of rounded inputs; `acts` are the
+    gated activations by function."""
 
     def __init__(self, acts: Mapping[Callable, int], *, processors: int, early: bool) -> None:
         self._acts, self._processors, self._early = acts, processors, early
@@ -402,6 +414,21 @@ class SkinnyForms:
             return skinny_blocks.linear_silu(x, weight, bias, early=self._early)
         return act(self.coded_linear(x, weight, bias))
 
+    def rounded_parts(self, x: RoundedRows, weight: CodedWeight, bias: Tensor | None) -> Tensor | PartialSums:
+        """ops.rounded.rounded_parts."""
+        if skinny_rounded.fits(x, weight):
+            return skinny_rounded.linear_parts(x, weight, bias, processors=self._processors, early=self._early)
+        return coded.rounded_linear(x, weight, bias, early=self._early)
+
+    def rounded_act(
+        self, x: RoundedRows, weight: CodedWeight, bias: Tensor | None, act: Callable[[Tensor], Tensor], code: RowCode
+    ) -> RoundedRows:
+        """ops.rounded.rounded_act."""
+        if self._acts.get(act) != SILU or not skinny_rounded.fits(x, weight):
+            return coded.rounded_act(x, weight, bias, act, code, acts=self._acts, early=self._early)
+        y = skinny_rounded.linear_silu(x, weight, bias, processors=self._processors, early=self._early)
+        return RoundedRows(*coded.quantize_rows(y, code.dtype, code.group or y.shape[1], early=self._early), y.dtype)
+
     def _coded_with(self, x: Tensor, weight: CodedWeight, bias: Tensor | None, added: AddedLowRank) -> Tensor:
         return add_low_rank(self.coded_linear(x, weight, bias), x, *added, early=self._early)
 
@@ -425,3 +452,6 @@ def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, ea
     table.form(few_ops.linear_parts, fits)(forms.linear_parts)
     table.form(few_ops.linear_act, fits)(forms.linear_act)
     table.form(coded_ops.coded_linear, fits)(forms.coded_linear)
+    table.form(rounded_ops.rounded_rows, fits)(rounded_rows)
+    table.form(rounded_ops.rounded_parts, fits)(forms.rounded_parts)
+    table.form(rounded_ops.rounded_act, fits)(forms.rounded_act)
