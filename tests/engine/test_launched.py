@@ -1,7 +1,7 @@
 """distributed_executor_backend="external_launcher": torchrun starts the ranks, each with an engine of its own.
 
-Here by its launcher, with ranks that are forks of an interpreter that has torch imported (tests/compat/forked_ranks.py);
-its command starts the ranks of tests/compat/test_programs.py::test_torchrun_dp.
+Here by its launcher, with ranks that are forks of an interpreter that has torch imported
+(tests/compat/forked_ranks.py); its command starts the ranks of tests/compat/test_programs.py::test_torchrun_dp.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def test_it_ends_as_in_an_interpreter_of_its_own(warm_python: WarmPython, tmp_pa
     done = warm_python.run(program, env=os.environ, timeout=60)
     own = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60)
     assert done.returncode == own.returncode != 0
-    assert done.stderr.splitlines()[-1:] == own.stderr.splitlines()[-1:]
+    said = done.stderr.partition("nanobind: leaked")[0]  # by Triton, if an earlier program had it imported beforehand
+    assert said.splitlines()[-1:] == own.stderr.splitlines()[-1:]
 
 
 LAST = """
