@@ -4,12 +4,14 @@ seconds of imports.
 Only packages of others are imported beforehand (WARM). Each fork imports Quire itself, in its own order, with its own
 arguments, environment, folder and standard streams, and ends as any interpreter does: with its exit handlers, and with
 a traceback and exit code 1 where it raises. What differs from a process of its own: the imports of WARM, the seed of
-hashes, which all forks share, and its parent, which is the interpreter: processes that a fork starts through
-quire.base.procs are forks beside it. Files that use it run at least one program of each kind in a process of its own.
+hashes, which all forks share, that modules are not taken apart at the end, which takes a second with those of
+transformers, and its parent, which is the interpreter: processes that a fork starts through quire.base.procs are forks
+beside it. Files that use it run at least one program of each kind in a process of its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -198,6 +200,7 @@ def serve(address: str) -> bool:
     """Forks for each order. True in a fork, which has `_order` to run. Ends, with all forks, when standard input does:
     with whoever started it."""
     known = _read_once(os.environ)
+    atexit.register(_leave)  # before all others, so it comes after them
     for name in WARM:
         importlib.import_module(name)
     if early := {name.partition(".")[0] for name in sys.modules} & {"quire", "vllm"}:
@@ -226,8 +229,11 @@ def serve(address: str) -> bool:
             if not order:
                 line.close()
                 continue
-            for name in order.get("more", ()):
-                importlib.import_module(name)
+            if missing := [name for name in order.get("more", ()) if name not in sys.modules]:
+                for name in missing:
+                    importlib.import_module(name)
+                gc.collect()
+                gc.freeze()
             if (child := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -303,7 +309,29 @@ def run() -> None:
         sys.path[:2] = [os.path.dirname(os.path.abspath(program))]  # in place of "" and the repository
         main.__dict__["__file__"] = program
         code = Path(program).read_bytes()
-    exec(compile(code, program, "exec", dont_inherit=True), main.__dict__)  # nothing of our own __future__
+    try:
+        exec(compile(code, program, "exec", dont_inherit=True), main.__dict__)  # nothing of our own __future__
+    except SystemExit as end:
+        _order["status"] = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except Exception:
+        _order["status"] = 1
+        raise
+    _order["status"] = 0
+
+
+def _leave() -> None:
+    """The last exit handler of a fork: spares it what is left of the interpreter's end, which visits every object.
+    Where a stream cannot be written, and after Ctrl-C, the interpreter knows the exit code."""
+    status: int | None = _order.get("status")
+    if status is None:
+        return
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(status & 0xFF)
 
 
 class _ForksOfForks(importlib.abc.MetaPathFinder):

@@ -336,6 +336,8 @@ def refuse(name: str, value: Any, o: Option) -> None:
 
 def same(value: Any, other: Any) -> bool:
     """Equal as a setting: a list equals its tuple, and True is not 1."""
+    if value is other:
+        return True
     if isinstance(value, set | frozenset) and isinstance(other, tuple):
         return sorted(value) == sorted(other)
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):

@@ -136,6 +136,8 @@ def refuse_unbuilt(config: Any) -> None:
     accepted without effect are listed in one line of the log."""
     notes = []
     for name, value, declared in _set_options(config):
+        if value is declared.default or value is declared.unset:  # most of 300: nothing to compare
+            continue
         refuse(name, value, declared)
         if has_no_effect(value, declared):
             notes.append(f"{name}={shown_value(name, value)} ({declared.why})")

@@ -55,8 +55,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def test_multimodal_uuids(llava: TinyLlava) -> None:
-    printed = run("multimodal_uuids", str(llava.folder))
+def test_multimodal_uuids(warm: Warm, llava: TinyLlava) -> None:
+    printed = warm.run("multimodal_uuids", str(llava.folder))
     assert quoted(printed, "Same") == [True] and quoted(printed, "Unknown") == [True]
 
 

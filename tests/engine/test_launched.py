@@ -1,12 +1,14 @@
-"""distributed_executor_backend="external_launcher": torchrun starts the ranks, each with an engine of its own."""
+"""distributed_executor_backend="external_launcher": torchrun starts the ranks, each with an engine of its own.
+
+Here by its launcher, with ranks that are forks of an interpreter that has torch imported
+(tests/compat/forked_ranks.py); its command starts the ranks of tests/compat/test_programs.py::test_torchrun_dp.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,17 @@ from quire.base import env
 from quire.executor.launched import launched_rank, places
 from quire.schema.errors import ConfigError
 from tests.tiny_models import write_tiny
+from tests.warm_python import WarmPython
 
-ROOT = Path(__file__).parents[2]
-
-
-def torchrun(*words: str, count: int = 2) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *words]
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'compat'}"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | variables, cwd=ROOT)
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
-def test_every_rank_has_every_answer(tensor: int, stages: int, tmp_path: Path) -> None:
+def test_every_rank_has_every_answer(tensor: int, stages: int, tmp_path: Path, warm_python: WarmPython) -> None:
     write_tiny("LlamaForCausalLM", tmp_path)
-    done = torchrun("-m", "tests.launched_probe", str(tmp_path), str(tmp_path), str(tensor), str(stages))
+    launcher, probe = TESTS / "compat/forked_ranks.py", TESTS / "launched_probe.py"
+    words = (str(probe), str(tmp_path), str(tmp_path), str(tensor), str(stages))
+    done = warm_python.run(launcher, "2", *words, env=os.environ, timeout=300)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first["tokens"] == second["tokens"]
