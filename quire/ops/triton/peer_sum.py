@@ -30,10 +30,12 @@ MOST_PROGRAMS = 64
 _TILE = (2048, 8)  # entries and warps of a program, at least
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rank"]
+)  # loading a kernel may wait for those that run, and so for a peer's: one for all
 def _peer_sum(
-    x, pieces, told, turns, count,
-    RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr,
+    x, pieces, told, turns, count, rank,
+    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """x [count], in place. pieces, told: addresses int64 [RANKS]. turns [programs]."""
     program = tl.program_id(0)
@@ -44,13 +46,13 @@ def _peer_sum(
     inside = at < count
     place += ((turn & 1) * PROGRAMS + program) * ROOM
 
-    own = tl.multiple_of(tl.load(pieces + RANK).to(kind), 16)
+    own = tl.multiple_of(tl.load(pieces + rank).to(kind), 16)
     tl.store(own + place, tl.load(x + at, mask=inside), mask=inside, cache_modifier=".cg")
     tl.debug_barrier()  # all of it is written before anybody is told
     for peer in tl.static_range(RANKS):
         there = tl.load(told + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(there + program * RANKS + RANK, turn + 1, sem="release", scope="sys")
-    here = tl.load(told + RANK).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(there + program * RANKS + rank, turn + 1, sem="release", scope="sys")
+    here = tl.load(told + rank).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(RANKS):
         while tl.atomic_add(here + program * RANKS + peer, 0, sem="acquire", scope="sys") - turn < 1:
             pass
