@@ -90,3 +90,8 @@ def sums_of(worker: Any) -> tuple[str, int, int]:
     summed = sum(bool(getattr(module, "is_summed", False)) for module in worker.get_model().modules())
     graphs = getattr(worker.model_runner, "graphs", None)
     return distributed.get_backend(), summed, 0 if graphs is None else len(graphs._captured)
+
+
+def how_summed(worker: Any) -> str:
+    """The type of what sums over ranks."""
+    return type(worker.group.reduce).__name__

@@ -384,6 +384,10 @@ JOIN_ALONE = Variable(
     "JOIN_ALONE", False, _flag,
     "1: a single worker joins a process group of its own and sums over it as ranks do, to test and measure that.",
 )  # fmt: skip
+PEER_SUMS = Variable(
+    "PEER_SUMS", False, _flag,
+    "1: ranks of one machine sum small tensors in one kernel, over memory that their GPUs read from each other.",
+)  # fmt: skip
 SHARE_GPUS = Variable(
     "SHARE_GPUS", False, _flag,
     "1: where there are more workers than GPUs, several share one, through gloo and without graphs: slow, for tests.",

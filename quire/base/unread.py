@@ -11,7 +11,7 @@ import re
 from quire.base import env
 
 _COMPILER = "no model is compiled here: kernels are written by hand"
-_SUMS = "ranks sum through NCCL"
+_SUMS = "ranks sum through NCCL, or with QUIRE_PEER_SUMS in a kernel of Quire's own"
 _RAY = "a Ray worker has a bundle of its own with one device, and talks over Quire's own connections"
 _PACKED = (
     "Ray packs engines on as few nodes as have room, data_parallel_size_local of them on the server's own; the ranks "

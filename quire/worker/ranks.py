@@ -52,7 +52,8 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     stage, own = divmod(rank, share)
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        group = ShardGroup(rank, size, _sum_over(None), captures=backend == "nccl")
+        through_peers = _peer_sum(rank, size, device) if meeting.startswith("file:") else None  # on one machine
+        group = ShardGroup(rank, size, through_peers or _sum_over(None), captures=backend == "nccl")
         return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
     reduce: Callable[[Tensor], Tensor] = as_it_is
@@ -68,6 +69,16 @@ def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and not env.SHARE_GPUS.get() else "gloo"
 
 
+def _peer_sum(rank: int, size: int, device: torch.device) -> Callable[[Tensor], Tensor] | None:
+    """None: sums go through the process group."""
+    if not env.PEER_SUMS.get() or _backend(device) != "nccl":
+        return None
+    from quire.worker.peer_sum import PeerSum  # lazy
+
+    made: Callable[[Tensor], Tensor] = PeerSum(rank, size, device)
+    return made
+
+
 def join_alone(device: torch.device) -> Joined:
     """A process group of one rank, whose sums are made wherever those of several would be."""
     backend = _backend(device)
@@ -76,7 +87,7 @@ def join_alone(device: torch.device) -> Joined:
         backend, store=HashStore(), rank=0, world_size=1, device_id=device if backend == "nccl" else None
     )
     _log.info("Rank 0 of 1 (%s): QUIRE_JOIN_ALONE is set", backend)
-    reduce, captures = _sum_over(None), backend == "nccl"
+    reduce, captures = _peer_sum(0, 1, device) or _sum_over(None), backend == "nccl"
     return Joined(ShardGroup(reduce=reduce, sums_alone=True, captures=captures), None, broadcast=_broadcast_over(None))
 
 

@@ -47,14 +47,19 @@ def set_flag(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     env.forget_all()
 
 
-@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
-def test_sums_are_captured_in_graphs(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arch", "peers"), [("LlamaForCausalLM", False), ("LlamaForCausalLM", True), ("Qwen3MoeForCausalLM", False)]
+)
+def test_sums_are_captured_in_graphs(arch: str, peers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny(arch, tmp_path)
     wanted = one_rank(tmp_path)
     set_flag(monkeypatch, "QUIRE_JOIN_ALONE")
+    if peers:
+        set_flag(monkeypatch, "QUIRE_PEER_SUMS")
     llm = LLM(str(tmp_path), distributed_executor_backend="mp", **COMMON)
     try:
         assert tokens_of(llm) == wanted
+        assert llm.collective_rpc("tests.rank_probe:how_summed") == ["PeerSum" if peers else "function"]
         ((backend, summed, graphs),) = llm.collective_rpc("tests.rank_probe:sums_of")
     finally:
         llm.close()
