@@ -55,9 +55,7 @@ from quire.schema.kv import KVGroup, KVKind, KVSpec
 LEAST_KEYS = 256  # of a split; half as many if tiles alone do not fill the device
 SHARE_ROWS = 16  # decodes in a step from which a shared prefix is searched
 MOST_ENTRIES, MOST_LATENT = 512, 1024  # of a head: with separate values; with values that are a slice of the keys
-# Decodes in a captured step up to which one kernel does everything (ops/triton/attention_one.py). None: it is right,
-# but was not timed yet (docs/log.md).
-ONE_LAUNCH_ROWS = 0
+ONE_LAUNCH_ROWS = 1  # decodes in a captured step up to which one kernel does everything (ops/triton/attention_one.py)
 CROWD = 64  # decodes in a step that fill the device without being split
 MIXED_ROWS = 320  # most rows of few queries in the lists of a captured mixed step
 MIXED_PROMPTS = 64  # and prompt chunks

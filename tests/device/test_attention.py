@@ -265,12 +265,6 @@ def test_from_the_fused_product_on(with_library):
 class TestOneLaunch:
     """A captured decode of one row: norms, rotary embedding, cache write and attention in one kernel."""
 
-    @pytest.fixture(autouse=True)
-    def _one_row(self, monkeypatch):
-        from quire.attention import triton as plans
-
-        monkeypatch.setattr(plans, "ONE_LAUNCH_ROWS", 1)
-
     def captured(self, case, attention, norm=True):
         """(graph, its step, projection, cache, result, what is applied) of a step that another case may replace."""
         from quire.ops.qkv import QkvPrep

@@ -1033,9 +1033,11 @@ def compiled_one_row(tile, *, heads, kv_heads, size, page, most, early=True):
 
 @pytest.mark.parametrize(("group", "size", "page"), [(4, 128, 64), (8, 128, 16), (16, 64, 48)])
 def test_one_row_of_attention_loads_its_keys_before_it_waits(group, size, page):
-    text = compiled_one_row(attention_one.TILE, heads=8 * group, kv_heads=8, size=size, page=page, most=33).asm["ptx"]
+    text = compiled_one_row(attention_one.TILES[size], heads=8 * group, kv_heads=8, size=size, page=page, most=33).asm[
+        "ptx"
+    ]
     before = text[: text.index("griddepcontrol.wait")]
-    loads = attention_one.TILE.block_n * size * 2 * 2 // (16 * 32 * attention_one.TILE.warps)
+    loads = attention_one.TILES[size].block_n * size * 2 * 2 // (16 * 32 * attention_one.TILES[size].warps)
     assert before.count("ld.global.v4.b32") >= loads  # of 16 bytes a thread: keys and values
     assert ".local" not in text
 
@@ -1044,7 +1046,7 @@ def test_one_row_of_attention_loads_its_keys_before_it_waits(group, size, page):
 def test_one_row_of_compiled_attention_is_right(context):
     """Splits, and one with two tiles; numpy runs the instructions."""
     heads, kv_heads, size, page, most = 8, 2, 128, 64, 5
-    made = compiled_one_row(attention_one.TILE, heads=heads, kv_heads=kv_heads, size=size, page=page, most=most)
+    made = compiled_one_row(attention_one.TILES[size], heads=heads, kv_heads=kv_heads, size=size, page=page, most=most)
     make = torch.Generator().manual_seed(context)
 
     def draw(*shape):
@@ -1089,7 +1091,9 @@ def test_one_row_of_compiled_attention_is_right(context):
     params = [int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value for value in given]
     code, labels = parse(made.asm["ptx"])
     for split, head in itertools.product(range(most), range(kv_heads)):
-        Program(32 * attention_one.TILE.warps, params, memory, made.metadata.shared, (head, split, 0)).run(code, labels)
+        Program(32 * attention_one.TILES[size].warps, params, memory, made.metadata.shared, (head, split, 0)).run(
+            code, labels
+        )
     assert (out.float() - wanted).norm() <= 6e-3 * wanted.norm()
     assert (keys.nan_to_num(7.0) - k.nan_to_num(7.0)).abs().max() <= 0.04  # one rounding
     assert values.nan_to_num(7.0).equal(v.nan_to_num(7.0)) and not counters.any()
