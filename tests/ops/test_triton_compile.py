@@ -114,26 +114,23 @@ def test_few(coded, shape, norm_kind, early):
     assert ("griddepcontrol.wait" in text) == early
 
 
-@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_few_tokens_of_a_mixture(early, coded):
+def test_few_tokens_of_a_mixture(early):
     up, down = moe_few.MoeFewConfig()
-    weights = {"w": "*fp8e4nv" if coded else HALF, "scale": WIDE if coded else "none"}
     kinds = {
-        "x": HALF, "index": WHOLE, **weights, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
+        "x": HALF, "index": WHOLE, "w": HALF, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
         "w_stride_n": "i32", "alpha": "fp32", "limit": "fp32",
     }  # fmt: skip
-    constants = {"N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "SCALED": coded, "BIAS": False}
-    constants |= {"EARLY": early}
+    constants = {"N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "BIAS": False, "EARLY": early}
     compiled(moe_few._up_kernel, kinds, constants | {"BN": up[0], "BK": up[1]}, warps=up[2], early=early)
     kinds = {
-        "h": HALF, "index": WHOLE, "weights": WIDE, **weights, "bias": "none", "stream": HALF, "out": HALF,
+        "h": HALF, "index": WHOLE, "weights": WIDE, "w": HALF, "bias": "none", "stream": HALF, "out": HALF,
         "w_stride_e": "i32", "w_stride_n": "i32",
     }  # fmt: skip
     for top_k, block in ((8, 8), (6, 8)):
         constants = {
-            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "SCALED": coded, "BIAS": False, "ADD": True,
-            "BN": down[0], "BK": down[1], "EARLY": early,
+            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "BIAS": False, "ADD": True, "BN": down[0],
+            "BK": down[1], "EARLY": early,
         }  # fmt: skip
         compiled(moe_few._down_kernel, kinds, constants, warps=down[2], early=early)
 

@@ -39,7 +39,7 @@ _MANY = 1 << 21
 class BytesConfig(NamedTuple):
     """BN counts result columns. `resident`: persistent programs of a multiprocessor, with flattened loops if `flat`; 0:
     each takes one tile. `steps`: inputs have a scale for each 128 columns, as they must where blocks of weights have.
-    `rounds`: the first matmul rounds its results, of BN 128, itself, for steps. `registers`: at most, of a thread."""
+    `rounds`: the first matmul rounds its results, of BN 128, itself, for steps."""
 
     bm: int
     bn: int
@@ -52,7 +52,6 @@ class BytesConfig(NamedTuple):
     group: int = 8
     steps: bool = False
     rounds: bool = False
-    registers: int | None = None
 
 
 class RoundedTokens(NamedTuple):
@@ -284,7 +283,7 @@ def product(
         EXPERTS=experts, N=n, K=k, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, STEPS=steps,
         BLOCKS=w.scale is not None, ROUND=dtype is None, SWAP=config.swap, BM=bm, BN=bn, BK=config.bk,
         GROUP=config.group, FLAT=config.flat and config.resident > 0, EARLY=early, num_warps=config.warps,
-        num_stages=config.stages, maxnreg=config.registers, **({"launch_pdl": True} if early else {}),
+        num_stages=config.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out if scale is None else RoundedTokens(out, scale)
 

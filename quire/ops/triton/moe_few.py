@@ -40,12 +40,11 @@ def _rows_of(w, n, k, stride, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr
 
 @triton.jit
 def _up_kernel(
-    x, index, w, scale, bias, out, x_stride, w_stride_e, w_stride_n, alpha, limit,
+    x, index, w, bias, out, x_stride, w_stride_e, w_stride_n, alpha, limit,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """GATED: w holds gate rows, then up rows, and N counts results; else N counts all rows and nothing follows. SCALED:
-    each row of w has a scale."""
+    """GATED: w holds gate rows, then up rows, and N counts results; else N counts all rows and nothing follows."""
     pair = tl.program_id(0)
     n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     if EARLY:  # in this order: when the second matmul starts, the routing is done (see _down_kernel)
@@ -62,15 +61,11 @@ def _up_kernel(
         if GATED:
             sums_up += _rows_of(weights + N * w_stride_n, n, start + k, w_stride_n, N, K, BN, BK) * h
     acc, acc_up = tl.sum(sums, 1), tl.sum(sums_up, 1)
-    row = expert * (2 * N if GATED else N) + n
-    if SCALED:
-        acc *= tl.load(scale + row, mask=n < N, other=0.0)
-        if GATED:
-            acc_up *= tl.load(scale + row + N, mask=n < N, other=0.0)
     if BIAS:
-        acc += tl.load(bias + row, mask=n < N, other=0.0).to(tl.float32)
+        at = bias + expert * (2 * N if GATED else N) + n
+        acc += tl.load(at, mask=n < N, other=0.0).to(tl.float32)
         if GATED:
-            acc_up += tl.load(bias + row + N, mask=n < N, other=0.0).to(tl.float32)
+            acc_up += tl.load(at + N, mask=n < N, other=0.0).to(tl.float32)
     if GATED:
         acc = gate_up(acc, acc_up, alpha, limit, ACT)
     tl.store(out + pair.to(tl.int64) * N + n, acc.to(out.dtype.element_ty), mask=n < N)
@@ -97,9 +92,9 @@ def _pairs_piece(pairs, chosen, k, K: tl.constexpr):
 
 @triton.jit
 def _down_kernel(
-    h, index, weights, w, scale, bias, stream, out, w_stride_e, w_stride_n,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    h, index, weights, w, bias, stream, out, w_stride_e, w_stride_n,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+    ADD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All experts of a token at once: a tile is [experts, columns, entries]. EARLY: launched right after
     _up_kernel, which lets this start only when everything before it is done; so the selected experts may be read
@@ -122,8 +117,6 @@ def _down_kernel(
         tile = _experts_piece(rows, live, start + k, N, K, TOP_K, BLOCK_K, BN, BK)
         sums += tile.to(tl.float32) * _pairs_piece(pairs, chosen, start + k, K)
     y = tl.sum(sums, 2)
-    if SCALED:
-        y *= tl.load(scale + expert[:, None] * N + n[None, :], mask=live, other=0.0)
     if BIAS:
         y += tl.load(bias + expert[:, None] * N + n[None, :], mask=live, other=0.0).to(tl.float32)
     kind: tl.constexpr = out.dtype.element_ty
@@ -135,10 +128,9 @@ def _down_kernel(
 
 def up(
     x: Tensor, index: Tensor, w1: Tensor, b1: Tensor | None, act: tuple[int, float, float] | None, *,
-    config: MoeFewConfig = MoeFewConfig(), early: bool = False, scale: Tensor | None = None,
+    config: MoeFewConfig = MoeFewConfig(), early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, dim], index [T, k] -> [T * k, F]; without `act` the full result [T * k, 2 F]. `scale` [experts, rows]: of
-    weights that are codes."""
+    """x [T, dim], index [T, k] -> [T * k, F]; without `act` the full result [T * k, 2 F]."""
     rows, k = w1.shape[1:]
     n = rows if act is None else rows // 2
     code, alpha, limit = act or (0, 0.0, 0.0)
@@ -147,16 +139,16 @@ def up(
     out = torch.empty((index.numel(), n), dtype=x.dtype, device=x.device)
     launch = {"launch_pdl": True} if early else {}
     _up_kernel[(index.numel(), triton.cdiv(n, bn))](
-        x, index, w1, scale, b1, out, x.stride(0), w1.stride(0), w1.stride(1), alpha, limit,
-        N=n, K=k, TOP_K=index.shape[1], GATED=act is not None, ACT=code, SCALED=scale is not None,
-        BIAS=b1 is not None, BN=bn, BK=bk, EARLY=early, num_warps=warps, **launch,
+        x, index, w1, b1, out, x.stride(0), w1.stride(0), w1.stride(1), alpha, limit,
+        N=n, K=k, TOP_K=index.shape[1], GATED=act is not None, ACT=code, BIAS=b1 is not None, BN=bn, BK=bk,
+        EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out
 
 
 def down(
     h: Tensor, weights: Tensor, index: Tensor, w2: Tensor, b2: Tensor | None, stream: Tensor | None, *,
-    config: MoeFewConfig = MoeFewConfig(), early: bool = False, scale: Tensor | None = None,
+    config: MoeFewConfig = MoeFewConfig(), early: bool = False,
 ) -> Tensor:  # fmt: skip
     """h [T * k, F] -> [T, dim], weighted and summed; `stream` [T, dim] is added."""
     (tokens, top_k), (n, k) = index.shape, w2.shape[1:]
@@ -165,8 +157,8 @@ def down(
     out = torch.empty((tokens, n), dtype=h.dtype, device=h.device)
     launch = {"launch_pdl": True} if early else {}
     _down_kernel[(tokens, triton.cdiv(n, bn))](
-        h, index, weights, w2, scale, b2, stream, out, w2.stride(0), w2.stride(1),
-        N=n, K=k, TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), SCALED=scale is not None,
-        BIAS=b2 is not None, ADD=stream is not None, BN=bn, BK=bk, EARLY=early, num_warps=warps, **launch,
+        h, index, weights, w2, b2, stream, out, w2.stride(0), w2.stride(1),
+        N=n, K=k, TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BIAS=b2 is not None, ADD=stream is not None,
+        BN=bn, BK=bk, EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out
