@@ -642,6 +642,7 @@ def test_codes_times_rounded_rows(columns, rows):
         text = made.asm["ptx"]
         assert "wgmma.mma_async" in text and "e4m3.e4m3" in text and "griddepcontrol.wait" in text
         assert made.metadata.shared <= 227 << 10
+        assert not re.search(r"st\.global\.(b16|b32|f32)", text) and re.search(r"st\.global\.v4", text)
 
 
 def compiled_few(kernel, constants, absent, half, registers):

@@ -353,7 +353,7 @@ def _parts_kernel(
 def store_silu(acc, scale, bias, out, first, column, num_rows, columns, SCALE: gl.constexpr, BIAS: gl.constexpr):
     """acc [tile, rows] holds gates, then ups: out [num_rows, columns] = silu(gate) * up, from `first`, `column` on."""
     HALF: gl.constexpr = acc.shape[0] // 2
-    WARPS: gl.constexpr = gl.num_warps()
+    WARPS: gl.constexpr = acc.shape[0] // 16
     kind: gl.constexpr = out.dtype.element_ty
     pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, WARPS, 1], [2, 0, 1])  # both in one thread
     own: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])

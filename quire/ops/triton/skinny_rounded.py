@@ -30,7 +30,6 @@ from quire.ops.coded import CodedWeight, is_simple
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows
 from quire.ops.triton.descriptors import describe, load_tile
-from quire.ops.triton.skinny_coded import store_silu
 
 DEPTH = gl.constexpr(128)  # entries of K that are multiplied at once: what a row of a swizzled tile holds
 _MOST_PARTS = 8
@@ -156,19 +155,21 @@ def _product(
 def _store_part(
     acc, scale, row_scale, bias, sums, first, column, part, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
-    """acc times the scales of both sides, to sums [parts, num_rows, columns]."""
-    own: gl.constexpr = acc.type.layout
+    """acc times the scales of both sides, to sums [parts, num_rows, columns], in pieces of 16 bytes."""
+    LANES: gl.constexpr = min(32, acc.shape[0] // 4)  # along a row of the result
+    own: gl.constexpr = gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
+    wide = gl.convert_layout(acc, own)
     n = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, own))
     m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, own))
-    acc *= gl.load(scale + n, mask=n < columns, other=0.0)[:, None]
-    acc *= gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
+    wide *= gl.load(scale + n, mask=n < columns, other=0.0)[:, None]
+    wide *= gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
     if BIAS:
-        acc += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
+        wide += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
     at = sums + (part * num_rows + m).to(gl.int64)[None, :] * columns + n[:, None]
-    gl.store(at, acc, mask=(n < columns)[:, None] & (m < num_rows)[None, :])
+    gl.store(at, wide, mask=(n < columns)[:, None] & (m < num_rows)[None, :])
 
 
-@gluon.jit(do_not_specialize=["num_rows", "columns", "buffers", "parts"])
+@gluon.jit(do_not_specialize=["num_rows", "buffers", "parts"])
 def _parts_kernel(
     matrix, narrow, rows, scale, row_scale, bias, sums, num_rows, columns, buffers, parts,
     TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
@@ -191,12 +192,32 @@ def _parts_kernel(
 def _store_silu(
     acc, scale, row_scale, bias, out, first, column, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
-    m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    acc *= gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
-    store_silu(acc, scale, bias, out, first, column, num_rows, columns, True, BIAS)
+    """acc holds gates, then ups, without scales: out [num_rows, columns] = silu(gate) * up, in pieces of 16 bytes."""
+    HALF: gl.constexpr = acc.shape[0] // 2
+    LANES: gl.constexpr = HALF // 8  # along a row of the result
+    WARPS: gl.constexpr = gl.num_warps()
+    kind: gl.constexpr = out.dtype.element_ty
+    pairs: gl.constexpr = gl.BlockedLayout([8, 1, 2], [LANES, 32 // LANES, 1], [1, WARPS, 1], [2, 0, 1])
+    own: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    both = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, acc.shape[1]]), [1, 2, 0]), pairs)
+    gate, up = gl.split(both)  # of one column in one thread
+    gate, up = gl.convert_layout(gate, own), gl.convert_layout(up, own)
+    n = column + gl.arange(0, HALF, layout=gl.SliceLayout(1, own))
+    m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, own))
+    inside = n < columns
+    by = gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
+    gate *= gl.load(scale + n, mask=inside, other=0.0)[:, None] * by
+    up *= gl.load(scale + columns + n, mask=inside, other=0.0)[:, None] * by
+    if BIAS:
+        gate += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)[:, None]
+        up += gl.load(bias + columns + n, mask=inside, other=0.0).to(gl.float32)[:, None]
+    gate, up = gate.to(kind).to(gl.float32), up.to(kind).to(gl.float32)  # rounded where separate ops round
+    gate = (gate / (1.0 + gl.exp(-gate))).to(kind).to(gl.float32)
+    at = out + m.to(gl.int64)[None, :] * columns + n[:, None]
+    gl.store(at, (gate * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
 
 
-@gluon.jit(do_not_specialize=["num_rows", "columns", "buffers"])
+@gluon.jit(do_not_specialize=["num_rows", "buffers"])
 def _silu_kernel(
     matrix, narrow, rows, scale, row_scale, bias, out, num_rows, columns, buffers,
     TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
