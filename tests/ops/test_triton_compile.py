@@ -145,7 +145,7 @@ def test_sorting(config, inline, experts):
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
         "EXPERTS": experts, "BLOCK_E": block, "CHUNK": config.chunk, "PIECE": config.piece, "TILES": moe._TILE_ROWS,
-        "SORTERS": config.sorters, "INLINE": inline, "EARLY": True,
+        "INLINE": inline, "EARLY": True,
     }  # fmt: skip
     compiled(moe._sort_kernel, kinds, constants, warps=config.warps, early=True)
     kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}

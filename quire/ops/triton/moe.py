@@ -45,18 +45,14 @@ class MoeTileConfig(NamedTuple):
 
 
 class SortConfig(NamedTuple):
-    """`chunk`: pairs that are counted together; `piece`: pairs that are placed together; `sorters`: programs that share
-    a chunk's pieces."""
+    """`chunk`: pairs that are counted together; `piece`: pairs that are placed together."""
 
     chunk: int = 512
     piece: int = 16
     warps: int = 4
-    sorters: int = 4
 
 
-_SHORT = SortConfig(
-    256, 32, 8, 1
-)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
+_SHORT = SortConfig(256, 32, 8)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
 _MOST_SHORT = 8192
 
 
@@ -229,16 +225,13 @@ def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _order_chunk(
-    index, counts, order, pairs, chunks, program, e,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, SORTERS: tl.constexpr,
-):  # fmt: skip
-    """Sort a part of the pairs of one chunk, after those of the same experts in previous chunks."""
-    chunk = program // SORTERS
+    index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
+):
+    """Sort the pairs of one chunk, after those of the same experts in previous chunks."""
     total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
     first = tl.cumsum(total, 0) - total + before
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
-    part = begin + program % SORTERS * (CHUNK // SORTERS)
-    for piece in range(part, tl.minimum(part + CHUNK // SORTERS, end), PIECE):
+    for piece in range(begin, end, PIECE):
         p = piece + tl.arange(0, PIECE)
         mine, rank = _ranks(index, p, begin, end, pairs, PIECE, CHUNK, False)
         rank += tl.sum(tl.where(mine[:, None] == e[None, :], first[None, :], 0), 1)
@@ -249,9 +242,9 @@ def _order_chunk(
 def _sort_kernel(
     index, counts, order, tile_expert, tile_start, end, pairs, chunks, placers, most_tiles, bm,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
-    SORTERS: tl.constexpr, INLINE: tl.constexpr, EARLY: tl.constexpr,
+    INLINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (placers + parts of the tile table,): sort PIECE pairs (INLINE) or a part of a chunk, or fill a part
+    """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
     of the table."""
     if EARLY:
         gdc_launch_dependents()
@@ -264,7 +257,7 @@ def _sort_kernel(
             _mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, CHUNK, True)
             tl.store(order + rank, p, mask=p < pairs)
         else:
-            _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE, SORTERS)
+            _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
     else:
         total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
         first = tl.cumsum(total, 0) - total
@@ -290,7 +283,7 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
     inline = pairs <= _INLINE
     config = _SHORT if _INLINE < pairs <= _MOST_SHORT else SortConfig()
     chunks = triton.cdiv(pairs, config.chunk)
-    placers = triton.cdiv(pairs, config.piece) if inline else chunks * config.sorters
+    placers = triton.cdiv(pairs, config.piece) if inline else chunks
     most_tiles = min(pairs, experts) + pairs // bm
     block_e = triton.next_power_of_2(experts)
     order, expert, start, end = (
@@ -304,8 +297,8 @@ def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> 
         )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, TILES=_TILE_ROWS, SORTERS=config.sorters,
-        INLINE=inline, EARLY=early, num_warps=config.warps, **launch,
+        BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, TILES=_TILE_ROWS, INLINE=inline, EARLY=early,
+        num_warps=config.warps, **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
