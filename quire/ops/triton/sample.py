@@ -133,33 +133,23 @@ def _choose_kernel(
     lane = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
     top_at = part * tiles * BLOCK + lane
-    if SKIPS:
-        most = -float("inf") + 0.0 * inverse
+    most = tl.full((), -float("inf"), tl.float32)
     base = logits + n.to(tl.int64) * stride
     for tile in range(part * tiles, part * tiles + tiles):
         column = tile * BLOCK + lane
         x = tl.load(base + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-        if SKIPS:
-            if draws:
-                bits = noise_bits(low, high, column)
-                if _may_win(x, bits, inverse, most):
-                    x = tl.div_rn(x, heat)
-                    if FILTERS:
-                        x = tl.where(x < edge, -float("inf"), x)
-                    top, top_at = _better(x + gumbel(bits), column, top, top_at)
-                    most = tl.max(top, 0)
-            else:
-                top, top_at = _better(x, column, top, top_at)
-        else:
-            if draws:
+        if draws:
+            bits = noise_bits(low, high, column)
+            may_win = _may_win(x, bits, inverse, most) if SKIPS else True
+            if may_win:
                 x = tl.div_rn(x, heat)
-                allowed = x
                 if FILTERS:
-                    allowed = tl.where(x < edge, -float("inf"), x)
-                x = allowed + gumbel(noise_bits(low, high, column))
-            x = tl.where(x != x, float("inf"), x)  # NaN: detected by _best_kernel
-            top_at = tl.where(x > top, column, top_at)
-            top = tl.maximum(x, top)
+                    x = tl.where(x < edge, -float("inf"), x)
+                top, top_at = _better(x + gumbel(bits), column, top, top_at)
+                if SKIPS:
+                    most = tl.max(top, 0)
+        else:
+            top, top_at = _better(x, column, top, top_at)
     most = tl.max(top, 0)
     tl.store(best + n * parts + part, most)
     tl.store(best_at + n * parts + part, tl.min(tl.where(top == most, top_at, 0x7FFFFFFF), 0))
