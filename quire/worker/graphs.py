@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from quire.models.build import Model
 
 START_SECONDS = 1.5  # what capturing of all graphs may take at start; buckets left out are captured while running
-LATE_AFTER = 64  # steps that needed a bucket with kernels of its own before it is captured
+LATE_AFTER = 64  # steps that needed a bucket before it is captured, where times do not decide
 COMMON = 256  # rows: the time of a row is measured with so many at most
 _log = logger(__name__)
 
@@ -81,6 +81,7 @@ class GraphTimes:
 
     capture: float = 0.0  # of one graph
     row: float = 0.0  # what one more row adds to a step, even if it is padding
+    decide: bool = True  # False: uses do, since ranks must decide alike, and each has measured times of its own
 
 
 class DecodeGraphs:
@@ -150,10 +151,10 @@ class DecodeGraphs:
 
     def _is_worth(self, bucket: int, larger: int) -> bool:
         """Whether padding up to the larger one took as long by now as capturing this one does. A power of two may have
-        kernels of its own, so what padding costs there is not known."""
+        kernels of its own, so what padding costs there is not known: there uses are counted."""
         self._uses[bucket] = uses = self._uses.get(bucket, 0) + 1
         self._padded[bucket] = padded = self._padded.get(bucket, 0.0) + (larger - bucket) * self.times.row
-        return uses >= LATE_AFTER if _is_power(bucket) else padded > self.times.capture
+        return padded > self.times.capture if self.times.decide and not _is_power(bucket) else uses >= LATE_AFTER
 
     def capture_next(self) -> bool:
         """Capture one that the start left out, while no step is under way; whether more are left."""

@@ -341,7 +341,7 @@ class Worker:
             runner.inputs = inputs
             make_graphs = partial(
                 DecodeGraphs, model=model, backend=backend, inputs=inputs, plain=sampler.plain, capturer=capturer,
-                max_context=length, times=GraphTimes(),
+                max_context=length, times=GraphTimes(decide=self.group.is_alone),
             )  # fmt: skip
             if sizes:
                 runner.graphs = make_graphs(sizes)

@@ -316,6 +316,16 @@ def test_a_bucket_is_captured_late_when_padding_took_as_long():
     assert [idle.prepare(16) for _ in range(LATE_AFTER)][-1] == 16  # which may have kernels of its own
 
 
+def test_ranks_count_uses_instead_of_what_each_has_measured():
+    """A capture begins with a step that sums over ranks: one that decides alone would wait for the others for ever."""
+    captured_after = []
+    for row in (0.0, 0.01, 1.0):
+        graphs = ListedGraphs((8, 16, 24, 32), CountedCapturer(), GraphTimes(capture=0.5, row=row, decide=False))
+        graphs._capture(32)
+        captured_after.append([graphs.prepare(24) for _ in range(LATE_AFTER + 1)].index(24))
+    assert captured_after == [LATE_AFTER - 1] * 3
+
+
 def test_buckets_left_out_are_captured_one_after_another_at_rest():
     capturer = CountedCapturer()
     graphs = ListedGraphs((1, 2, 4, 6, 8, 10, 12, 14, 16), capturer)
