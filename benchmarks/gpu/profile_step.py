@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offline import DEFAULTS, VOCABULARY, WORKLOADS, Request, run
+from offline import run
+from workloads import DEFAULTS, VOCABULARY, WORKLOADS, Request
 
 from quire import LLM
 
