@@ -57,6 +57,10 @@ def serve(spec: Spec) -> None:
         print(json.dumps(found[-1][kind]), file=answers, flush=True)
 
 
+class EngineEnded(Exception):
+    pass
+
+
 class Engine:
     def __init__(self, spec: Spec) -> None:
         self.name, self._began = spec["name"], time.perf_counter()
@@ -82,7 +86,7 @@ class Engine:
     def _answer(self) -> str:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise SystemExit(f"{self.name} ended with status {self._process.wait()}")
+            raise EngineEnded(f"{self.name} ended with status {self._process.wait()}")
         return line
 
     def close(self) -> None:
@@ -109,6 +113,16 @@ def time_starts(specs: list[Spec], count: int) -> None:
         print(f"start {name}: {listed} s ({median(seconds) - first:+.2f} s)", flush=True)
 
 
+def has_started(engine: Engine) -> bool:
+    """One that cannot is left out, so that a run of many is not lost."""
+    try:
+        print(f"{engine.name}: ready after {engine.wait():.1f} s", flush=True)
+    except EngineEnded as ended:
+        print(ended, flush=True)
+        return False
+    return True
+
+
 def take_turns(engines: list[Engine], work: str, count: int) -> None:
     speeds: dict[str, list[float]] = {engine.name: [] for engine in engines}
     for turn in range(count + 1):
@@ -116,7 +130,7 @@ def take_turns(engines: list[Engine], work: str, count: int) -> None:
             speed = engine.turn(work)
             if turn:
                 speeds[engine.name].append(speed)
-    first = speeds[engines[0].name]
+    first = next(iter(speeds.values()), [])
     for name, found in speeds.items():
         ratios = [one / other for one, other in zip(found, first, strict=True)]
         print(
@@ -140,10 +154,10 @@ def main() -> None:
     if args.starts:
         time_starts(specs, args.starts)
     engines = [Engine(spec) for spec in specs]
-    for engine in engines:
-        print(f"{engine.name}: ready after {engine.wait():.1f} s", flush=True)
+    started = {engine.name for engine in engines if has_started(engine)}
     for work in dict.fromkeys(work for spec in specs for work in spec["works"]):
         having = [engine for engine, spec in zip(engines, specs, strict=True) if work in spec["works"]]
+        having = [engine for engine in having if engine.name in started]
         take_turns(having, work, args.turns)
     for engine in engines:
         engine.close()
