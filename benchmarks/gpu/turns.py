@@ -57,7 +57,7 @@ def serve(spec: Spec) -> None:
         print(json.dumps(found[-1][kind]), file=answers, flush=True)
 
 
-class EngineEnded(Exception):
+class EngineEndedError(Exception):
     pass
 
 
@@ -86,7 +86,7 @@ class Engine:
     def _answer(self) -> str:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise EngineEnded(f"{self.name} ended with status {self._process.wait()}")
+            raise EngineEndedError(f"{self.name} ended with status {self._process.wait()}")
         return line
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ def has_started(engine: Engine) -> bool:
     """One that cannot is left out, so that a run of many is not lost."""
     try:
         print(f"{engine.name}: ready after {engine.wait():.1f} s", flush=True)
-    except EngineEnded as ended:
+    except EngineEndedError as ended:
         print(ended, flush=True)
         return False
     return True
