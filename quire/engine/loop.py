@@ -79,7 +79,7 @@ class EngineLoop:
         self._began = 0.0  # when the device began the oldest step under way, as far as is known
         self._step_times = StepTimes()
         self._leads = Lead(), Lead()  # of decodes, and of steps with prompts
-        self._live: set[str] = set()  # requests whose end has not been reported
+        self._live: dict[str, None] = {}  # requests whose end has not been reported, as they came: so they are aborted
         self._deferred: dict[str, EngineRequest] = {}  # came in while paused
         self._news: list[EngineOutput] = []
         self._waiting: list[tuple[int, Later]] = []  # verbs whose answer must wait
@@ -115,7 +115,7 @@ class EngineLoop:
             if request.lora_name is not None:
                 request = self._with_adapter(request)
             self.scheduler.add(request)
-            self._live.add(request.request_id)
+            self._live[request.request_id] = None
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
@@ -275,7 +275,7 @@ class EngineLoop:
         self._news.extend(outputs)
         for output in outputs:
             if output.finish_reason is not None:
-                self._live.discard(output.request_id)
+                self._live.pop(output.request_id, None)
                 if self.masks is not None and output.request_id in self._constrained:
                     self._constrained.remove(output.request_id)
                     self.masks.drop(output.request_id)

@@ -149,6 +149,13 @@ class ShardGroup:
         """Among the workers of all stages."""
         return self.stage * self.size + self.rank
 
+    def all_say(self, yes: bool, device: torch.device) -> bool:
+        """Whether each of these ranks says yes. All have to ask at the same point: what one of them alone has met
+        (memory, files) must not decide what it does next. Waits for the device; a sum of whole numbers."""
+        if self.size == 1:
+            return yes
+        return int(self.reduce(torch.tensor([not yes], dtype=torch.int64, device=device))) == 0
+
     def span(self, what: str, units: int, *, repeats: bool = False) -> Span:
         """An equal share of so many units. `repeats`: where there are fewer units than ranks, neighbours have the same
         one. ConfigError: they cannot be shared out."""

@@ -200,7 +200,8 @@ class Worker:
                 from quire.attention.context_ranks import divide  # lazy
 
                 self._specs = divide(self._specs, self.group.context)
-            if self._early is not None and not self._early.manifest.current:
+            # a dry run has sums in it: if one rank misses its record of kernels, all of them make theirs anew
+            if self._early is not None and not self.group.all_say(self._early.manifest.current, self.device):
                 if self._specs:
                     self._compile(self._early)
                     self._laps.mark("compile")
@@ -341,7 +342,7 @@ class Worker:
             runner.inputs = inputs
             make_graphs = partial(
                 DecodeGraphs, model=model, backend=backend, inputs=inputs, plain=sampler.plain, capturer=capturer,
-                max_context=length, times=GraphTimes(decide=self.group.is_alone),
+                max_context=length, times=GraphTimes(), ranks=self.group,
             )  # fmt: skip
             if sizes:
                 runner.graphs = make_graphs(sizes)
