@@ -88,6 +88,12 @@ class OwnEncoder:
         """Done with the model's."""
 
 
+def _is_of_this_rank(wrong: Exception) -> bool:
+    """Whether it tells of this rank's memory or device. What a request has sent, other ranks find as wrong."""
+    kinds = MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
+    return isinstance(wrong, kinds) or "can't allocate memory" in str(wrong)  # which a CPU's says
+
+
 class WorkerMedia:
     def __init__(
         self, encoder: MediaEncoder | None, rows: Rows, width: int, dtype: torch.dtype, *, embeds: bool = True,
@@ -97,6 +103,7 @@ class WorkerMedia:
         `answers` False: what is lost here is told by another rank, which learns of it from numbers that are none."""
         self._encoder, self._rows, self._width, self._dtype = encoder, rows, width, dtype
         self._embeds, self._answers = embeds, answers
+        self._encodes_in_step = rows.has_cross and not answers  # with sums over ranks: a model's own encoder has them
         self._both_ways = "" if encoder is None else encoder.both_ways
         self.failed: dict[str, str] = {}  # key -> why there are no vectors
 
@@ -111,6 +118,8 @@ class WorkerMedia:
             try:
                 encoded[new.item.key] = self._encode(new.item)
             except Exception as wrong:  # noqa: BLE001  # of code that is not ours, on what a request sent
+                if self._encodes_in_step and _is_of_this_rank(wrong):
+                    raise  # the others are in sums that this one does not come to
                 reason = f"its {new.item.modality} could not be encoded: {wrong or type(wrong).__name__}"
                 _log.warning("request %s: %s", new.request_id, reason, exc_info=True)
                 if not self._answers or self._rows.has_cross:

@@ -1,0 +1,45 @@
+"""A start of several ranks: what one of them finds on its disk does not decide what it does alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.quant.shard import ShardGroup
+from quire.worker.worker import Worker, WorkerParts
+from tests.thread_ranks import on_ranks
+from tests.worker.fakes import FakeBackend, FakeModel, make_config
+
+
+class DryRuns(Worker):
+    """A dry run has the sums of a step in it."""
+
+    num_dry_runs = 0
+
+    def _compile(self, early: Any) -> None:
+        self.group.reduce(torch.zeros(7))
+        self.num_dry_runs += 1
+
+
+@pytest.mark.parametrize(("missing", "expected"), [((), 0), ((1,), 1), ((0, 2), 1), ((0, 1, 2), 1)])
+def test_all_ranks_make_a_dry_run_or_none_does(missing: tuple[int, ...], expected: int) -> None:
+    """Each has a record of its kernels, in the cache of its own host: one may be gone, or could not be written."""
+
+    def start(group: ShardGroup) -> int:
+        manifest = SimpleNamespace(current=group.rank not in missing)
+        early: Any = SimpleNamespace(manifest=manifest, compilers=None, close=lambda: None)
+        parts = WorkerParts(
+            make_model=lambda config, device, group: FakeModel(),
+            reload_weights=lambda model, config: None,
+            update_config=lambda config, overrides: config,
+            select_backend=lambda device, specs, name: FakeBackend(),
+        )
+        worker = DryRuns(make_config(), torch.device("cpu"), parts, early=early, group=group)
+        worker.load()
+        group.reduce(torch.zeros(3))  # what comes next, of all ranks
+        return worker.num_dry_runs
+
+    assert on_ranks(3, start) == [expected] * 3
