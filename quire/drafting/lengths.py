@@ -118,8 +118,8 @@ class DraftLengths:
         self._first: dict[int, Rate] = {}  # by evidence: the first token of a proposal
         self._later: dict[int, Rate] = {}  # each further one, if those before it were right
         self._rows: dict[str, _RowRecord] = {}
-        # rows with a proposal that is to be compared with what they say, in the order in which they got it: rates depend
-        # on what was seen last, and ranks must come to the same
+        # rows with a proposal that is to be compared with what they say, in the order in which they got it: rates go by
+        # what was seen last, and ranks must come to the same ones
         self._open: dict[str, None] = {}
 
     def most(self, num_rows: int) -> int:

@@ -4,7 +4,7 @@ has an engine of its own in its process.
 All ranks are given the same requests in the same order, plan the same steps, and meet in the sums of a forward pass; so
 each of them has every answer, and nothing is sent around but what the last stage of a pipeline found, which the stages
 before it need to go on. What would make plans differ is agreed upon (how much KV there is) or waited for
-(`is_in_step`: grammars); a program that gives its ranks different requests is told so at the step in which they join.
+(grammars: engine/loop.py); a program that gives its ranks different requests is told so at the step in which they join.
 Must not know: tensors, or how ranks reach each other.
 """
 
@@ -50,8 +50,6 @@ class _FromLastStage:
 class LaunchedExecutor(InProcessExecutor):
     """This rank's worker, in step with those of the others."""
 
-    is_in_step = True
-
     def __init__(self, config: EngineConfig) -> None:
         parallel = config.parallel_config
         size = parallel.world_size
@@ -81,9 +79,12 @@ class LaunchedExecutor(InProcessExecutor):
 
     def _of_all(self, verb: Callable[..., Answer], own: Answer) -> list[Answer]:
         """What every rank answers, by rank."""
-        answers: list[bytes] = resolve_verb("gather_bytes")(self.worker, msgspec.msgpack.encode(own))
         kind = get_type_hints(verb)["return"]
-        return [msgspec.msgpack.decode(one, type=kind) for one in answers]
+        return [msgspec.msgpack.decode(one, type=kind) for one in self.gather(msgspec.msgpack.encode(own))]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        told: list[bytes] = resolve_verb("gather_bytes")(self.worker, data)
+        return told
 
     def _sample(self, step: int, mask: Mask | None) -> PendingResult:
         pending = self.worker.sample(step, mask)

@@ -117,7 +117,7 @@ class WorkerMedia:
         for new in plan.encode if self._embeds else ():
             try:
                 encoded[new.item.key] = self._encode(new.item)
-            except Exception as wrong:  # noqa: BLE001  # of code that is not ours, on what a request sent
+            except Exception as wrong:  # of code that is not ours, on what a request sent
                 if self._encodes_in_step and _is_of_this_rank(wrong):
                     raise  # the others are in sums that this one does not come to
                 reason = f"its {new.item.modality} could not be encoded: {wrong or type(wrong).__name__}"

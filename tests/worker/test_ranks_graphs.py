@@ -113,5 +113,5 @@ def test_a_rank_that_left_others_in_a_sum_ends_the_engine() -> None:
         graphs: Broken = Broken(SIZES, CountedCapturer(), adapters=StepAdapters(), ranks=group)
         return graphs.prepare(8)
 
-    with pytest.raises(EngineDeadError, match="rank 0 of 2 could not run a step of 8 rows.*no memory is left"):
+    with pytest.raises(EngineDeadError, match=r"rank 0 of 2 could not run a step of 8 rows.*no memory is left"):
         on_ranks(2, run)
