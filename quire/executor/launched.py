@@ -19,6 +19,7 @@ import msgspec
 
 from quire.base import env, registry
 from quire.config.engine import replace
+from quire.executor.alike import difference, statement
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.executor.inproc import InProcessExecutor, no_worker
 from quire.schema.errors import ConfigError, EngineDeadError
@@ -59,6 +60,7 @@ class LaunchedExecutor(InProcessExecutor):
         self._worker: WorkerProtocol | None = registry.load(WORKER)(
             config, rank=rank, num_workers=size, meeting=LAUNCHED
         )
+        self._check_alike()
         self._is_last = rank >= size - size // self._stages
         self.forward = self.sample = no_worker
 
@@ -85,6 +87,12 @@ class LaunchedExecutor(InProcessExecutor):
     def gather(self, data: bytes) -> list[bytes]:
         told: list[bytes] = resolve_verb("gather_bytes")(self.worker, data)
         return told
+
+    def _check_alike(self) -> None:
+        told = self.gather(msgspec.msgpack.encode(statement()))
+        said = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in told]
+        if why := difference(said, lambda rank: f"rank {rank}"):
+            raise ConfigError(why, param="distributed_executor_backend", value="external_launcher")
 
     def _sample(self, step: int, mask: Mask | None) -> PendingResult:
         pending = self.worker.sample(step, mask)
