@@ -43,7 +43,7 @@ from quire.worker.graphs import START_SECONDS, DecodeGraphs, GraphTimes, useful_
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_scales import is_scaled, kv_dtype_of, report, scaled_caches, set_scales
 from quire.worker.memory import kv_bytes
-from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
+from quire.worker.mixed_graphs import MixedGraphs, fit_alike, mixed_sizes
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner, PendingStep
 from quire.worker.state_specs import settle_states
@@ -427,6 +427,8 @@ class Worker:
         """Buckets of graphs for steps with prompts; none in batch-invariant mode, where only decodes are captured."""
         mode = CUDAGraphMode[self.config.compilation_config.cudagraph_mode or "NONE"]
         if not self._graph_sizes() or mode.mixed_mode() is not CUDAGraphMode.FULL or env.BATCH_INVARIANT.get():
+            return ()
+        if not fit_alike(self.group, self.device):
             return ()
         return mixed_sizes(layout.groups, self.config.scheduler_config.max_num_batched_tokens)
 

@@ -1,7 +1,9 @@
-"""A start of several ranks: what one of them finds on its disk does not decide what it does alone."""
+"""A start of several ranks: what one of them finds on its disk, or what GPU it has, does not decide what it does
+alone."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,17 @@ import pytest
 import torch
 
 from quire.quant.shard import ShardGroup
+from quire.worker import mixed_graphs
 from quire.worker.worker import Worker, WorkerParts
 from tests.thread_ranks import on_ranks
-from tests.worker.fakes import FakeBackend, FakeModel, make_config
+from tests.worker.fakes import FakeBackend, FakeModel, make_config, make_layout
+
+PARTS = WorkerParts(
+    make_model=lambda config, device, group: FakeModel(),
+    reload_weights=lambda model, config: None,
+    update_config=lambda config, overrides: config,
+    select_backend=lambda device, specs, name: FakeBackend(),
+)
 
 
 class DryRuns(Worker):
@@ -31,15 +41,32 @@ def test_all_ranks_make_a_dry_run_or_none_does(missing: tuple[int, ...], expecte
     def start(group: ShardGroup) -> int:
         manifest = SimpleNamespace(current=group.rank not in missing)
         early: Any = SimpleNamespace(manifest=manifest, compilers=None, close=lambda: None)
-        parts = WorkerParts(
-            make_model=lambda config, device, group: FakeModel(),
-            reload_weights=lambda model, config: None,
-            update_config=lambda config, overrides: config,
-            select_backend=lambda device, specs, name: FakeBackend(),
-        )
-        worker = DryRuns(make_config(), torch.device("cpu"), parts, early=early, group=group)
+        worker = DryRuns(make_config(), torch.device("cpu"), PARTS, early=early, group=group)
         worker.load()
         group.reduce(torch.zeros(3))  # what comes next, of all ranks
         return worker.num_dry_runs
 
     assert on_ranks(3, start) == [expected] * 3
+
+
+class WithGraphs(Worker):
+    def _graph_sizes(self) -> tuple[int, ...]:
+        return 1, 2
+
+
+@pytest.mark.parametrize(("counts", "expected"), [((132, 132, 132), (16, 32, 64)), ((132, 132, 114), ())])
+def test_graphs_of_prompts_on_gpus_of_one_size_only(
+    counts: tuple[int, ...], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a step fits such a graph goes by the multiprocessors of a GPU; where it does, tokens are padded."""
+    monkeypatch.setattr(
+        mixed_graphs, "multiprocessors", lambda device: counts[int(threading.current_thread().name.split()[1])]
+    )
+
+    def sizes(group: ShardGroup) -> tuple[int, ...]:
+        config = make_config()
+        config.compilation_config = SimpleNamespace(cudagraph_mode="FULL")
+        worker = WithGraphs(config, torch.device("cpu"), PARTS, group=group)
+        return worker._mixed_sizes(make_layout(FakeModel().kv_specs(4, "float32"), 8))
+
+    assert on_ranks(3, sizes) == [expected] * 3
