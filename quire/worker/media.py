@@ -23,6 +23,7 @@ from quire.checkpoint.media import ITEM, ITEMS, PROMPT
 from quire.layers.vector_places import places_of_vectors, runs_of_vectors
 from quire.schema.media import ArrayData, MediaItem
 from quire.schema.step import Grant, NewRow, StepPlan
+from quire.worker.own_fault import is_of_this_rank
 from quire.worker.rows import Rows
 
 _log = logger(__name__)
@@ -88,12 +89,6 @@ class OwnEncoder:
         """Done with the model's."""
 
 
-def _is_of_this_rank(wrong: Exception) -> bool:
-    """Whether it tells of this rank's memory or device. What a request has sent, other ranks find as wrong."""
-    kinds = MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
-    return isinstance(wrong, kinds) or "can't allocate memory" in str(wrong)  # which a CPU's says
-
-
 class WorkerMedia:
     def __init__(
         self, encoder: MediaEncoder | None, rows: Rows, width: int, dtype: torch.dtype, *, embeds: bool = True,
@@ -118,7 +113,7 @@ class WorkerMedia:
             try:
                 encoded[new.item.key] = self._encode(new.item)
             except Exception as wrong:  # of code that is not ours, on what a request sent
-                if self._encodes_in_step and _is_of_this_rank(wrong):
+                if self._encodes_in_step and is_of_this_rank(wrong):
                     raise  # the others are in sums that this one does not come to
                 reason = f"its {new.item.modality} could not be encoded: {wrong or type(wrong).__name__}"
                 _log.warning("request %s: %s", new.request_id, reason, exc_info=True)

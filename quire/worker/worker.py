@@ -478,9 +478,10 @@ class Worker:
             self.forward(StepPlan(step=0, grants=(), left=("warm-up",), free_encoded=freed))
         self._balance_experts(self.model_runner)
         if self.config.speculative_config is not None:
-            from quire.worker.draft_setup import draft_as_configured  # lazy
+            from quire.worker.draft_setup import check_bits, draft_as_configured  # lazy
             from quire.worker.drafts import DraftClock  # lazy
 
+            check_bits(self.group, self.kernels)
             length = self.config.model_config.max_model_len
             clock = DraftClock(self.group, of_processor=on_cpu)
             draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter, clock)

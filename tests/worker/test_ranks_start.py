@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from quire.quant.shard import ShardGroup
+from quire.schema.errors import NotBuiltError
 from quire.worker import mixed_graphs
+from quire.worker.draft_setup import check_bits
 from quire.worker.worker import Worker, WorkerParts
 from tests.thread_ranks import on_ranks
 from tests.worker.fakes import FakeBackend, FakeModel, make_config, make_layout
@@ -70,3 +72,23 @@ def test_graphs_of_prompts_on_gpus_of_one_size_only(
         return worker._mixed_sizes(make_layout(FakeModel().kv_specs(4, "float32"), 8))
 
     assert on_ranks(3, sizes) == [expected] * 3
+
+
+@pytest.mark.parametrize("others", [(), (1,), (0,), (1, 2)])
+def test_ranks_with_other_instructions_do_not_draft(others: tuple[int, ...]) -> None:
+    """On several machines: each rank finds by itself how many drafts were right."""
+
+    def check(group: ShardGroup) -> str:
+        isa = b"avx2" if group.rank in others else b"avx512"
+        kernels: Any = SimpleNamespace(library=SimpleNamespace(qc_isa=lambda: isa), device=torch.device("cpu"))
+        try:
+            check_bits(group, kernels)
+        except NotBuiltError as refused:
+            return str(refused)
+        return ""
+
+    told = on_ranks(3, check)
+    assert all(told) if others else not any(told)
+    for rank, line in enumerate(told if others else ()):
+        assert f"rank {1 if 0 in others else others[0]} has others than rank 0 (rank {rank}: " in line
+        assert ("avx2)" if rank in others else "avx512)") in line
