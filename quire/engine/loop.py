@@ -331,8 +331,8 @@ class EngineLoop:
             self._take_compiled()
         own = {name: (kind_of(error), message_of(error)) for name, error in self._refused.items()}
         self._refused, self._has_new_grammars = {}, False
-        for told in ranks.gather(msgspec.msgpack.encode(own)):
-            for name, (kind, message) in msgspec.msgpack.decode(told, type=dict[str, tuple[str, str]]).items():
+        for refusals in ranks.gather(msgspec.msgpack.encode(own)):
+            for name, (kind, message) in msgspec.msgpack.decode(refusals, type=dict[str, tuple[str, str]]).items():
                 error = rebuild_error(kind, message)
                 self._fail(name, error if isinstance(error, QuireError) else QuireError(message))
 

@@ -23,10 +23,10 @@ def statement() -> dict[str, str]:
     return {"quire": __version__, **{name: _version(name) for name in _PACKAGES}, **variables}
 
 
-def difference(said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> str:
-    """`said`: by rank. `name`: of a rank. Nothing where all are alike."""
-    for rank, other in enumerate(said):
-        for key, value in said[0].items():
+def difference(statements: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> str:
+    """`statements`: by rank. `name`: of a rank. Nothing where all are alike."""
+    for rank, other in enumerate(statements):
+        for key, value in statements[0].items():
             if other.get(key) != value:
                 return (
                     f"{name(rank)} has {key} {other.get(key)!r} and {name(0)} {value!r}: ranks that compute steps "

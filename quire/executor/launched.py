@@ -85,13 +85,13 @@ class LaunchedExecutor(InProcessExecutor):
         return [msgspec.msgpack.decode(one, type=kind) for one in self.gather(msgspec.msgpack.encode(own))]
 
     def gather(self, data: bytes) -> list[bytes]:
-        told: list[bytes] = resolve_verb("gather_bytes")(self.worker, data)
-        return told
+        answers: list[bytes] = resolve_verb("gather_bytes")(self.worker, data)
+        return answers
 
     def _check_alike(self) -> None:
-        told = self.gather(msgspec.msgpack.encode(statement()))
-        said = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in told]
-        if why := difference(said, lambda rank: f"rank {rank}"):
+        answers = self.gather(msgspec.msgpack.encode(statement()))
+        statements = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in answers]
+        if why := difference(statements, lambda rank: f"rank {rank}"):
             raise ConfigError(why, param="distributed_executor_backend", value="external_launcher")
 
     def _sample(self, step: int, mask: Mask | None) -> PendingResult:

@@ -154,9 +154,9 @@ class ShardGroup:
         has met (memory, files, its device) must not decide what it does next. Waits for the device."""
         if self.size == 1:
             return [number]
-        said = torch.zeros(self.size, dtype=torch.int64, device=device)
-        said[self.rank] = number
-        numbers: list[int] = self.reduce(said).tolist()
+        own = torch.zeros(self.size, dtype=torch.int64, device=device)
+        own[self.rank] = number
+        numbers: list[int] = self.reduce(own).tolist()
         return numbers
 
     def all_say(self, yes: bool, device: torch.device) -> bool:

@@ -29,7 +29,8 @@ Memory allocated in plan or run belongs to the graphs' common pool: the next buc
 Steps that hold prompts have graphs of their own (mixed_graphs.py).
 
 A start captures as many buckets as it has time for; a larger one serves for those that are left. They are captured
-while nothing else is to be done (`capture_next`), or when padding has cost as much time as a capture takes.
+while nothing else is to be done (`capture_next`), or when padding has cost as much time as a capture takes. Several
+ranks capture all at start but those with adapters; of these they agree what was captured.
 """
 
 from __future__ import annotations
