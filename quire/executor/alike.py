@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from quire import __version__
 from quire.base import env
@@ -19,7 +20,7 @@ _PACKAGES = "torch", "triton"  # of which torch brings NCCL
 
 def statement() -> dict[str, str]:
     """Of this process."""
-    variables = {variable.spellings[0]: str(variable.get()) for variable in _VARIABLES}
+    variables = {variable.spellings[0]: _value(variable) for variable in _VARIABLES}
     return {"quire": __version__, **{name: _version(name) for name in _PACKAGES}, **variables}
 
 
@@ -33,6 +34,13 @@ def difference(statements: Sequence[Mapping[str, str]], name: Callable[[int], st
                     "together must not differ in it"
                 )
     return ""
+
+
+def _value(variable: env.Variable[Any]) -> str:
+    try:
+        return str(variable.get())
+    except env.VariableError as wrong:  # where it is used, that is an error
+        return str(wrong)
 
 
 def _version(package: str) -> str:

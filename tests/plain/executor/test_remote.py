@@ -228,10 +228,14 @@ def test_ranks_of_machines_that_would_not_compute_the_same_do_not_start(
         executor.shutdown()
 
 
-def test_other_versions_are_named() -> None:
+def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     own = statement()
     assert difference([own, dict(own)], "worker {}".format) == ""
     assert {"quire", "torch", "triton", "QUIRE_PP_LAYER_PARTITION", "QUIRE_SHARE_GPUS"} < own.keys()
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "perhaps")
+    env.BATCH_INVARIANT.forget()
+    assert "perhaps" in statement()["QUIRE_BATCH_INVARIANT"]  # whoever reads it says what is wrong with it
+    env.BATCH_INVARIANT.forget()
     told = difference([own, own, own | {"torch": "1.0"}], "worker {}".format)
     assert told.startswith(f"worker 2 has torch '1.0' and worker 0 {own['torch']!r}")
 
