@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from quire.worker.media import WorkerMedia
     from quire.worker.pipe import Pipe
 
+FEW_ROWS = 64  # up to which decodes have kernels of their own
 _LOGIT_BYTES = 1 << 26  # largest temporary for the logits of prompt positions
 
 
@@ -295,7 +296,18 @@ class ModelRunner:
         """A step without a graph."""
         step = inputs.build(flight.shape, self.backend)
         flight.adapter_index = step.batch.adapter_index
-        self._choose(flight, self._compute(step.batch), step.sampled, need)
+        batch = replace(step.batch, only_sampled=True) if self._needs_few_states(step.batch) else step.batch
+        self._choose(flight, self._compute(batch), step.sampled, need)
+
+    def _needs_few_states(self, batch: Batch) -> bool:
+        """Whether nobody reads the final states of tokens that are not sampled, and leaving them out pays. Up to a few
+        rows other kernels are used, which steps with prompts do not have to find compiled."""
+        if not FEW_ROWS < len(batch.logit_index) <= batch.num_tokens // 2:
+            return False
+        if self.pipe is not None or self._spread is not None or self.drafts is not None:
+            return False
+        counts = self.sampler.rows.prompt_logprobs[: self.rows.num_rows]
+        return batch.adapter_index is None and all(k is None for k in counts)
 
     @torch.inference_mode()
     def _choose(self, flight: _Flight, hidden: Tensor, sampled: SamplingIndices, need: int | None) -> None:

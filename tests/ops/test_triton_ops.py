@@ -126,6 +126,13 @@ def test_sorting_pairs(tokens, top_k, experts, bm):
     cases.check_sort("cpu", tokens, top_k, experts, bm)
 
 
+@pytest.mark.parametrize("config", [(16, 16, 16, 4), (64, 16, 32, 4)])
+def test_sorting_pairs_of_many_chunks(config, monkeypatch):
+    """More of them than a program of the scan adds up at once; of one piece each or of several."""
+    monkeypatch.setattr(moe, "_SCAN", (4, 8))
+    cases.check_sort("cpu", 101, 5, 20, 32, config=moe.SortConfig(*config))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 24, 64), (1, 10, 100), (3, 13, 72)])
 def test_few_rows(rows, n, k, dtype):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.worker import runner as runner_module
 from tests.tiny_models import VOCAB, write_tiny
 from tests.worker.test_staged import UncapturedGraphs
 
@@ -82,6 +83,43 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
     used = use_gpu_steps(monkeypatch)
     assert generate() == wanted
     assert used[0].used > 3
+
+
+@pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "Gemma2ForCausalLM"])
+def test_the_last_layer_computes_sampled_tokens_alone(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where prompts are long enough; but all of them, if someone asks for log probabilities of prompts."""
+    write_tiny(arch, tmp_path)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(4, VOCAB) for _ in range(count)] for count in (3, 20, 9, 31)]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=5, ignore_eos=True) for i in range(4)]
+    asked = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+
+    def generate() -> tuple[list[list[int]], list[float]]:
+        llm = LLM(str(tmp_path), **OPTIONS)
+        found = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+        (of_prompt,) = llm.generate(prompts[1:2], asked, use_tqdm=False)
+        llm.close()
+        assert of_prompt.prompt_logprobs is not None
+        ranked = [next(iter(entry.values())).logprob for entry in of_prompt.prompt_logprobs if entry]
+        return found, ranked
+
+    wanted, ranked = generate()
+    use_gpu_steps(monkeypatch)
+    monkeypatch.setattr(runner_module, "FEW_ROWS", 0)
+    lengths: list[tuple[int, int]] = []
+    plain = runner_module.ModelRunner._choose
+
+    def choose(self: runner_module.ModelRunner, flight: object, hidden: torch.Tensor, *rest: object) -> None:
+        lengths.append((len(hidden), int(flight.shape.ends[-1])))  # type: ignore[attr-defined]
+        plain(self, flight, hidden, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner_module.ModelRunner, "_choose", choose)
+    found, again = generate()
+    assert found == wanted
+    assert again == pytest.approx(ranked, abs=2e-3)
+    assert any(states < tokens for states, tokens in lengths) and (20, 20) in lengths
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Molmo2ForConditionalGeneration"])
