@@ -296,8 +296,11 @@ class ModelRunner:
         """A step without a graph."""
         step = inputs.build(flight.shape, self.backend)
         flight.adapter_index = step.batch.adapter_index
-        batch = replace(step.batch, only_sampled=True) if self._needs_few_states(step.batch) else step.batch
-        self._choose(flight, self._compute(batch), step.sampled, need)
+        self._choose(flight, self._compute(self.narrowed(step.batch)), step.sampled, need)
+
+    def narrowed(self, batch: Batch) -> Batch:
+        """Where that pays and is enough, for the states of sampled tokens alone."""
+        return replace(batch, only_sampled=True) if self._needs_few_states(batch) else batch
 
     def _needs_few_states(self, batch: Batch) -> bool:
         """Whether nobody reads the final states of tokens that are not sampled, and leaving them out pays. Up to a few

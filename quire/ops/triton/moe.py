@@ -192,7 +192,7 @@ def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constex
 def _scan_kernel(
     counts, chunks, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """grid (BLOCK_E / COLUMNS,): counts [chunks + 1, BLOCK_E] become those of all chunks before; last, of all chunks."""
+    """grid (BLOCK_E / COLUMNS,): counts [chunks + 1, BLOCK_E] become those of the chunks before; last, of all."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
