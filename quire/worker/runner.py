@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.base import env
 from quire.base.clock import now
 from quire.layers.batch import Batch, ScaledCache
 from quire.ops.copy import downloader, upload
@@ -304,8 +305,9 @@ class ModelRunner:
 
     def _needs_few_states(self, batch: Batch) -> bool:
         """Whether nobody reads the final states of tokens that are not sampled, and leaving them out pays. Up to a few
-        rows other kernels are used, which steps with prompts do not have to find compiled."""
-        if not FEW_ROWS < len(batch.logit_index) <= batch.num_tokens // 2:
+        rows other kernels are used, which steps with prompts do not have to find compiled. In batch-invariant mode the
+        number of rows in a layer is not to depend on neighbours."""
+        if not FEW_ROWS < len(batch.logit_index) <= batch.num_tokens // 2 or env.BATCH_INVARIANT.get():
             return False
         if self.pipe is not None or self._spread is not None or self.drafts is not None:
             return False

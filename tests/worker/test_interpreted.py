@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.base import env
 from quire.worker import runner as runner_module
 from tests.tiny_models import VOCAB, write_tiny
 from tests.worker.test_staged import UncapturedGraphs
@@ -85,6 +86,21 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
     assert used[0].used > 3
 
 
+def states_and_tokens(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each step without a graph from here on, how many final states and how many tokens it has. Few sampled tokens are
+    enough to compute their states alone."""
+    found: list[tuple[int, int]] = []
+    plain = runner_module.ModelRunner._choose
+
+    def choose(self: runner_module.ModelRunner, flight: object, hidden: torch.Tensor, *rest: object) -> None:
+        found.append((len(hidden), int(flight.shape.ends[-1])))  # type: ignore[attr-defined]
+        plain(self, flight, hidden, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner_module, "FEW_ROWS", 0)
+    monkeypatch.setattr(runner_module.ModelRunner, "_choose", choose)
+    return found
+
+
 @pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "Gemma2ForCausalLM"])
 def test_the_last_layer_computes_sampled_tokens_alone(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,19 +123,28 @@ def test_the_last_layer_computes_sampled_tokens_alone(
 
     wanted, ranked = generate()
     use_gpu_steps(monkeypatch)
-    monkeypatch.setattr(runner_module, "FEW_ROWS", 0)
-    lengths: list[tuple[int, int]] = []
-    plain = runner_module.ModelRunner._choose
-
-    def choose(self: runner_module.ModelRunner, flight: object, hidden: torch.Tensor, *rest: object) -> None:
-        lengths.append((len(hidden), int(flight.shape.ends[-1])))  # type: ignore[attr-defined]
-        plain(self, flight, hidden, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(runner_module.ModelRunner, "_choose", choose)
+    lengths = states_and_tokens(monkeypatch)
     found, again = generate()
     assert found == wanted
     assert again == pytest.approx(ranked, abs=2e-3)
     assert any(states < tokens for states, tokens in lengths) and (20, 20) in lengths
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_last_layer_computes_all_tokens_in_batch_invariant_mode(
+    invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where, without it, the same step computes fewer."""
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", str(int(invariant)))
+    env.forget_all()
+    write_tiny("LlamaForCausalLM", tmp_path)
+    use_gpu_steps(monkeypatch)
+    lengths = states_and_tokens(monkeypatch)
+    llm = LLM(str(tmp_path), **OPTIONS)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    llm.generate([[5, 6, 7, 8], [9, 10, 11]], params, use_tqdm=False)
+    llm.close()
+    assert lengths[-1] == (7 if invariant else 2, 7)
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Molmo2ForConditionalGeneration"])

@@ -55,7 +55,7 @@ class SortConfig(NamedTuple):
 
 FEW_PAIRS = SortConfig(0, 16, 512, 4)
 _MOST_INLINE = 4096  # pairs up to which each is compared with all
-MANY_PAIRS = SortConfig(256, 32, 64, 4)
+MANY_PAIRS = SortConfig(256, 32, 32, 4)
 _SCAN = (256, 8)  # chunks and experts of which a program adds up the counts
 
 
@@ -291,6 +291,10 @@ def _sort_kernel(
             tl.store(end + EXPERTS, tl.sum(tiles, 0))
 
 
+def sort_config_of(pairs: int) -> SortConfig:
+    return FEW_PAIRS if pairs <= _MOST_INLINE else MANY_PAIRS
+
+
 def sort_pairs(
     index: Tensor, experts: int, bm: int, *, early: bool = False, config: SortConfig | None = None
 ) -> ExpertTiles:
@@ -298,7 +302,7 @@ def sort_pairs(
     pairs, device = index.numel(), index.device
     if index.shape[0] == 1:
         return ExpertTiles(index, index, index, index, direct=True)
-    config = config or (FEW_PAIRS if pairs <= _MOST_INLINE else MANY_PAIRS)
+    config = config or sort_config_of(pairs)
     inline = config.chunk == 0
     most_tiles = min(pairs, experts) + pairs // bm
     block_e = triton.next_power_of_2(experts)
@@ -477,7 +481,7 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
         return MoeTileConfig(32, 64, 128, 4, 3), moe_many.MoeManyConfig(32, 128, 128, 4, 3, resident=False)
     if each <= 64:
         return moe_many.MoeManyConfig(64, 128, 64, 4, 4, resident=False), moe_many.MoeManyConfig(64, 128, 128, 4, 4)
-    if each <= 300:
+    if each <= 640:
         return moe_many.FIRST._replace(stages=4, resident=False), moe_many.SECOND._replace(stages=4)
     return moe_many.FIRST, moe_many.SECOND
 
