@@ -87,7 +87,7 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
 
 
 def states_and_tokens(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of each step without a graph from here on, how many final states and how many tokens it has. Few sampled tokens are
+    """Of each step without a graph from here on: how many final states and tokens it has. Few sampled tokens are
     enough to compute their states alone."""
     found: list[tuple[int, int]] = []
     plain = runner_module.ModelRunner._choose
