@@ -136,20 +136,22 @@ def test_few_tokens_of_a_mixture(early):
 
 
 @pytest.mark.parametrize("experts", [8, 128, 512])
-@pytest.mark.parametrize(
-    ("config", "inline"), [(moe.SortConfig(), True), (moe.SortConfig(), False), (moe._SHORT, False)]
-)
-def test_sorting(config, inline, experts):
+@pytest.mark.parametrize("config", [moe.FEW_PAIRS, moe.MANY_PAIRS])
+def test_sorting(config, experts):
     block = triton.next_power_of_2(experts)
     kinds = dict.fromkeys(("index", "counts", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
-        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": config.chunk, "PIECE": config.piece, "TILES": moe._TILE_ROWS,
-        "INLINE": inline, "EARLY": True,
+        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": config.chunk, "PIECE": config.piece, "WIDTH": config.width,
+        "TILES": moe._TILE_ROWS, "INLINE": not config.chunk, "EARLY": True,
     }  # fmt: skip
     compiled(moe._sort_kernel, kinds, constants, warps=config.warps, early=True)
-    kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
-    compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": config.chunk, "EARLY": True}, early=True)
+    if config.chunk:
+        kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
+        compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": config.chunk, "EARLY": True}, early=True)
+        rows, columns = moe._SCAN
+        constants = {"BLOCK_E": block, "ROWS": rows, "COLUMNS": columns, "EARLY": True}
+        compiled(moe._scan_kernel, {"counts": WHOLE, "chunks": "i32"}, constants, early=True)
 
 
 @pytest.mark.parametrize("score", [0, 1, 2])
