@@ -60,6 +60,7 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def compile_job(job: dict[str, Any]) -> None:
     """Into Triton's cache: the kernel, and the stub of C that launches it."""
     kernel = load(f"{job['module']}:{job['name']}")
+    load("quire.ops.triton.cache_keys:settle")(kernel)
     is_gluon = kernel.is_gluon()
     source = load("triton.experimental.gluon._runtime:GluonASTSource" if is_gluon else "triton.compiler:ASTSource")(
         kernel,
