@@ -1,9 +1,9 @@
 """Names of compiled kernels that are the same in every process.
 
-Triton (up to 3.6) makes the key of a kernel from its source, the keys of the functions it calls, and the constants that
+Triton 3.6 makes the key of a kernel from its source, the keys of the functions it calls, and the constants that
 those read, but learns a function's constants only if its key was computed before. So the key depends on which kernels
 a process has met by then: one that another process has compiled is not found, and compiled again. `settle` computes the
-keys of callees first, as later versions do themselves. Imports no torch: processes that only compile use it too.
+keys of callees first, as Triton 3.9 does itself. Imports no torch: processes that only compile use it too.
 """
 
 from __future__ import annotations
