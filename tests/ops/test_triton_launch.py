@@ -156,7 +156,7 @@ def test_keys_of_kernels_do_not_depend_on_what_a_process_met_before() -> None:
     folder = Path(warm.__file__).parent
     names = sorted(path.stem for path in folder.glob("*.py") if path.stem not in ("__init__", "launch", "register"))
     found = [
-        json.loads(subprocess.run([sys.executable, "-c", _KEYS, order, *modules], stdout=subprocess.PIPE).stdout)
+        json.loads(subprocess.check_output([sys.executable, "-c", _KEYS, order, *modules], timeout=240))
         for order, modules in (("sorted", names), ("reversed", names[::-1]))
     ]
     assert len(found[0]) > 100 and found[0].keys() == found[1].keys()

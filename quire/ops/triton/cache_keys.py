@@ -14,7 +14,7 @@ from typing import Any
 
 from triton.runtime import jit
 
-_CALLABLE: type = getattr(jit, "JITCallable", jit.JITFunction)
+_CALLABLE: type = vars(jit).get("JITCallable", jit.JITFunction)
 _OWN = __name__.partition(".")[0]
 
 
@@ -37,6 +37,6 @@ def _called(function: Any) -> Iterator[Any]:
     for name in names:
         found = scope.get(name)
         if isinstance(found, ModuleType) and found.__name__.startswith(_OWN):
-            yield from (each for other in names if isinstance(each := getattr(found, other, None), _CALLABLE))
+            yield from (each for other in names if isinstance(each := vars(found).get(other), _CALLABLE))
         elif isinstance(found, _CALLABLE):
             yield found
