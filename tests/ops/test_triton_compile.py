@@ -732,6 +732,23 @@ def test_compiled_matmuls_of_one_row_of_codes_are_right(monkeypatch, kind, confi
     check(found, norm_linear(x, rule, weight, None, act_ops.GATED["silu"].reference), 1e-2)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
+def test_one_row_of_codes_of_zeros_is_zeros(monkeypatch, kind):
+    """In the row, in the gains of its norm, or in both; as checkpoints have them in layers that are to do nothing."""
+    few_coded = pytest.importorskip("quire.ops.triton.few_coded")
+    monkeypatch.setattr(few_coded, "_few_coded_kernel", FewOnNumpy(few_coded._few_coded_kernel))
+    rows, width = 32, 512
+    weight = weight_of(Made(kind, rows, width, 128 if "4" in kind else width), "cpu")
+    x, gains = normal(1, width, dtype=torch.bfloat16), normal(width, seed=3, dtype=torch.bfloat16)
+    given = {"config": few_coded.FewCodedConfig(4, 1, 128)}
+    for row, by in ((0, 0), (0, 1), (1, 0)):
+        for rule in (NormRule(gains * by, 1e-6, 0.0, False), NormRule(gains * by, 1e-12, 0.0, True)):
+            found = few_coded.few_coded_linear(x * row, weight, norm=rule, gated=True, **given)
+            assert torch.equal(found, torch.zeros_like(found))
+    found = few_coded.few_coded_linear(x * 0, weight, **given)
+    assert torch.equal(found, torch.zeros_like(found))
+
+
 def compiled_mx(kernel, config, first, n, k, *, direct):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     kinds = dict.fromkeys(("codes", "scale", "order", "tile_expert", "tile_start", "end"), WHOLE)
