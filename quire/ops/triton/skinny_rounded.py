@@ -350,31 +350,53 @@ def fits(x: RoundedRows, weight: CodedWeight) -> bool:
     )
 
 
-# Among the best of those that were tried on an H200 (docs/log.md), by the most rows of a tile. The tall ones of a gated
-# matrix are for those that they divide evenly among the multiprocessors.
+# By the most rows of a tile, in the order of preference: the first that keeps _EVEN of the multiprocessors busy is taken.
+# These were the fastest for the matrices of 8B, a layer without attention timed as a whole on an H200 (docs/log.md);
+# for others the first one often leaves the last wave of programs almost empty. Up to _SHORT entries of K, few programs
+# with a deep ring are better: most of a split is on its way before the kernel before this one ends.
+_SHORT = 4096
 _RINGS = {
-    64: RoundedRing(64, 64, 2, 3, 2), 128: RoundedRing(128, 128, 1, 6, 1), 192: RoundedRing(128, 192, 1, 5, 1),
-    256: RoundedRing(128, 256, 1, 4, 1),
-}  # fmt: skip
+    64: [RoundedRing(64, 64, 2, 3, 2)],
+    96: [RoundedRing(128, 128, 1, 6, 1), RoundedRing(64, 128, 1, 8, 1)],
+    128: [RoundedRing(64, 128, 1, 8, 1), RoundedRing(128, 128, 1, 6, 1)],
+    192: [RoundedRing(64, 192, 1, 3, 2), RoundedRing(128, 192, 1, 5, 1)],
+    256: [RoundedRing(64, 256, 1, 5, 1), RoundedRing(128, 256, 1, 4, 1)],
+}
+_SHORT_RINGS = _RINGS | {
+    64: [RoundedRing(64, 64, 2, 6, 1), RoundedRing(64, 64, 2, 3, 2)],
+    256: [RoundedRing(128, 128, 1, 6, 1), RoundedRing(64, 256, 1, 5, 1)],
+}
 _GATED = {
-    64: RoundedRing(64, 64, 1, 4, 3), 128: RoundedRing(64, 128, 1, 3, 3), 192: RoundedRing(64, 128, 1, 3, 3),
-    256: RoundedRing(64, 128, 1, 3, 3),
-}  # fmt: skip
-_TALL = {
-    128: RoundedRing(192, 128, 1, 5, 1), 192: RoundedRing(192, 192, 1, 4, 1), 256: RoundedRing(192, 256, 1, 4, 1),
-}  # fmt: skip
+    64: [RoundedRing(128, 64, 1, 4, 2), RoundedRing(64, 64, 1, 4, 3)],
+    96: [RoundedRing(192, 128, 1, 5, 1), RoundedRing(64, 128, 1, 3, 3)],
+    128: [RoundedRing(128, 128, 1, 3, 2), RoundedRing(192, 128, 1, 5, 1), RoundedRing(64, 128, 1, 3, 3)],
+    192: [RoundedRing(192, 192, 1, 4, 1), RoundedRing(64, 128, 1, 3, 3)],
+    256: [RoundedRing(192, 256, 1, 4, 1), RoundedRing(64, 128, 1, 3, 3)],
+}
 _ODD = RoundedRing(64, 64, 1, 4, 3)  # of a K that is no multiple of two pieces
-_EVEN = 0.8  # least share of the multiprocessors that such tiles keep busy
+_EVEN = 0.7
 
 
 def ring_of(rows: int, columns: int, width: int, processors: int, *, gated: bool = False) -> RoundedRing:
-    most = next((most for most in (64, 128, 192) if rows <= most), 256)
-    ring = _GATED[most] if gated else _RINGS[most]
-    if gated and most in _TALL:
-        tiles = -(-columns // _TALL[most].tile)
-        if tiles >= _EVEN * processors * -(-tiles // processors):
-            ring = _TALL[most]
-    return ring if width % (ring.pieces * DEPTH.value) == 0 else _ODD
+    most = next((most for most in _RINGS if rows <= most), 256)
+    rings = (_GATED if gated else _SHORT_RINGS if width <= _SHORT else _RINGS)[most]
+    rings = [ring for ring in rings if width % (ring.pieces * DEPTH.value) == 0] or [_ODD]
+    busy = [_busy(ring, rows, columns, width, processors, gated=gated) for ring in rings]
+    return next((ring for ring, share in zip(rings, busy, strict=True) if share >= _EVEN), rings[busy.index(max(busy))])
+
+
+def _busy(ring: RoundedRing, rows: int, columns: int, width: int, processors: int, *, gated: bool) -> float:
+    """The share of the multiprocessors' time that programs fill."""
+    programs = -(-rows // ring.rows) * -(-columns // ring.tile)
+    if not gated:
+        programs *= _splits(ring, rows, columns, width, processors)
+    return programs / (processors * -(-programs // processors))
+
+
+def _splits(ring: RoundedRing, rows: int, columns: int, width: int, processors: int) -> int:
+    """Parts of K: as many as there are multiprocessors for the tiles."""
+    tiles, buffers = -(-columns // ring.tile) * -(-rows // ring.rows), width // (DEPTH.value * ring.pieces)
+    return max(1, min(processors * ring.programs // tiles, buffers // 2, _MOST_PARTS))
 
 
 def _parts_of(size: int) -> tuple[int, int]:
@@ -406,7 +428,7 @@ def linear_parts(
     ring = ring or ring_of(rows, columns, weight.width, processors)
     buffers, tiles = weight.width // (DEPTH.value * ring.pieces), -(-columns // ring.tile)
     row_tiles = -(-rows // ring.rows)
-    parts = parts or max(1, min(processors * ring.programs // (tiles * row_tiles), buffers // 2, _MOST_PARTS))
+    parts = parts or _splits(ring, rows, columns, weight.width, processors)
     kind = kind or (torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32)
     sums = torch.empty((parts, rows, columns), dtype=kind, device=x.codes.device)
     _parts_kernel[(row_tiles, tiles * parts)](
