@@ -163,8 +163,30 @@ def _run(text: str, registers: dict[str, np.ndarray], shape) -> None:
             raise NotImplementedError(line)
 
 
+_ON_FLOATS = {
+    "mul.f32": np.multiply, "add.f32": np.add, "ex2.approx.ftz.f32": np.exp2,
+    "rcp.approx.ftz.f32": lambda x: np.float32(1) / x,
+}  # fmt: skip
+
+
+def _run_on_floats(text: str, registers: dict[str, np.ndarray]) -> None:
+    """As `_run`, on registers of float32."""
+    for line in text.splitlines():
+        found = re.fullmatch(r"\s*([\w.]+) (.*);\s*", line)
+        if not found or found[1] == ".reg":
+            assert found or line.strip() in ("{", "}", ""), line
+            continue
+        to, *given = (part.strip() for part in found[2].split(","))
+        values = [registers[x] if x in registers else np.uint32(int(x[2:], 16)).view(np.float32) for x in given]
+        registers[to] = _ON_FLOATS[found[1]](*values)
+
+
 def inline_asm_elementwise(text, constraints, args, *, dtype, is_pure, pack):
-    """Of int32, to bfloat16."""
+    """Of int32, to bfloat16; or of float32."""
+    if constraints == "=f,f":
+        registers = {"$1": np.asarray(args[0], np.float32)}
+        _run_on_floats(text, registers)
+        return block(registers["$0"])
     args = [np.asarray(arg).astype(np.int64).astype(np.uint32) for arg in np.broadcast_arrays(*args)]
     shape = args[0].shape
     assert is_pure and shape[-1] % pack == 0 and all(str(kind) in ("bf16", "bfloat16") for kind in dtype)

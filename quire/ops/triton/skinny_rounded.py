@@ -269,6 +269,19 @@ def _parts_kernel(
             _store_part(corner, by[3], row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS)
 
 
+# Four instructions where the compiler makes ten, to be right to the last bit: a program has one multiprocessor to itself,
+# and nothing is multiplied while it does this for 24,576 results.
+_SIGMOID = gl.constexpr("""
+    {
+    .reg .f32 a;
+    mul.f32 a, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 a, a;
+    add.f32 a, a, 0f3F800000;
+    rcp.approx.ftz.f32 $0, a;
+    }
+""")
+
+
 @gluon.jit
 def _store_silu(
     acc, scale, row_scale, bias, out, first, column, num_rows, columns, BIAS: gl.constexpr
@@ -292,10 +305,9 @@ def _store_silu(
     if BIAS:
         gate += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)[:, None]
         up += gl.load(bias + columns + n, mask=inside, other=0.0).to(gl.float32)[:, None]
-    gate, up = gate.to(kind).to(gl.float32), up.to(kind).to(gl.float32)  # rounded where separate ops round
-    gate = (gate / (1.0 + gl.exp(-gate))).to(kind).to(gl.float32)
+    sigmoid = gl.inline_asm_elementwise(_SIGMOID, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
     at = out + m.to(gl.int64)[None, :] * columns + n[:, None]
-    gl.store(at, (gate * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
+    gl.store(at, (gate * sigmoid * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
 
 
 @gluon.jit(do_not_specialize=["num_rows", "buffers"])
@@ -350,10 +362,10 @@ def fits(x: RoundedRows, weight: CodedWeight) -> bool:
     )
 
 
-# By the most rows of a tile, in the order of preference: the first that keeps _EVEN of the multiprocessors busy is taken.
+# By the most rows of a tile, in the order of preference: taken is the first that keeps _EVEN of the multiprocessors busy.
 # These were the fastest for the matrices of 8B, a layer without attention timed as a whole on an H200 (docs/log.md);
-# for others the first one often leaves the last wave of programs almost empty. Up to _SHORT entries of K, few programs
-# with a deep ring are better: most of a split is on its way before the kernel before this one ends.
+# with others the first one may leave most multiprocessors idle at the end. Up to _SHORT entries of K, few programs with a
+# deep ring are better: most of a split is on its way before the kernel before this one ends.
 _SHORT = 4096
 _RINGS = {
     64: [RoundedRing(64, 64, 2, 3, 2)],
