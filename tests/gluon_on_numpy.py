@@ -40,8 +40,6 @@ def block(values) -> Block:
 
 def _converted(values, dtype):
     name = str(dtype)
-    if name == "fp8e4nv":
-        return block(torch.from_numpy(np.array(values, np.float32)).to(torch.float8_e4m3fn).float().numpy())
     if name in ("bf16", "bfloat16"):
         return block(torch.from_numpy(np.array(values, np.float32)).bfloat16().float().numpy())
     return block(np.asarray(values).astype({"fp32": np.float32, "int64": np.int64, "int32": np.int32}[name]))
@@ -50,14 +48,13 @@ def _converted(values, dtype):
 class Kind(str):
     @property
     def primitive_bitwidth(self):
-        return {"bf16": 16, "fp8e4nv": 8}.get(self, 32)
+        return 16 if self == "bf16" else 32
 
 
 class Pointer:
     def __init__(self, tensor: torch.Tensor, at=0):
         self.tensor, self.at = tensor, np.asarray(at)
-        kinds = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
-        self.dtype = SimpleNamespace(element_ty=Kind(kinds.get(tensor.dtype, "fp32")))
+        self.dtype = SimpleNamespace(element_ty=Kind("bf16" if tensor.dtype is torch.bfloat16 else "fp32"))
 
     def __add__(self, more):
         return Pointer(self.tensor, self.at + np.asarray(more))
@@ -210,8 +207,7 @@ def inline_asm_elementwise(text, constraints, args, *, dtype, is_pure, pack):
 # --- gl
 
 
-def _multiplied(left, right, acc, *, is_async, use_acc=True):
-    acc = acc if use_acc else 0
+def _multiplied(left, right, acc, *, is_async):
     left = left.array if isinstance(left, Shared) else left
     return block(acc + (np.asarray(left, np.float64) @ np.asarray(right.array, np.float64)).astype(np.float32))
 
@@ -238,7 +234,6 @@ def _language(program):
         zeros=lambda shape, dtype, layout=None: block(np.zeros(shape, np.float32)),
         where=lambda *given: block(np.where(*given)), minimum=lambda a, b: block(np.minimum(a, b)),
         maximum=lambda a, b: block(np.maximum(a, b)), exp=lambda x: block(np.exp(x)),
-        max=lambda x, axis: block(np.max(x, axis)),
         join=lambda a, b: block(np.stack((a, b), -1)), split=lambda x: (x[..., 0], x[..., 1]),
         convert_layout=lambda x, to, assert_trivial=False: x, inline_asm_elementwise=inline_asm_elementwise,
         allocate_shared_memory=lambda dtype, shape, kind: Shared(np.full(shape, np.nan, np.float32)),

@@ -38,7 +38,7 @@ def made(rows, columns, width, dtype=torch.bfloat16):
 
 
 def numbers(codes):
-    return (codes.codes.float().unflatten(1, (len(codes.scale), -1)) * codes.scale.t()[:, :, None]).flatten(1)
+    return codes.codes.float() * codes.scale.t()
 
 
 @pytest.mark.parametrize("rows", [1, 33, 64, 65, 128, 130, 256])
@@ -79,24 +79,6 @@ def test_every_ring():
             cases.check(gated, GATED["silu"].reference(wanted), ERROR)
 
 
-@pytest.mark.parametrize("rows", [1, 33, 50, 64])
-@pytest.mark.parametrize("early", [False, True])
-def test_gated_results_are_rounded_and_multiplied_in_steps(rows, early):
-    forms = skinny.SkinnyForms({SILU: act.SILU}, processors=132, early=early)
-    x, up = made(rows, 24576, 1024)
-    _, down = made(rows, 1000, 12288)
-    between = forms.rounded_act(x, up, None, SILU, CODE)
-    assert between.scale.shape == (96, rows)
-    wanted = GATED["silu"].reference(rounded_linear.reference(x, up, None))
-    cases.check(numbers(between).to(x.dtype), wanted, CODED_ERROR)
-    wanted = rounded_linear.reference(between, down, None)
-    cases.check(forms.rounded_parts(between, down, None).whole(), wanted, ERROR)
-    for scale in (between.scale.roll(1, 0), between.scale * 1.1):
-        with pytest.raises(AssertionError):
-            wrong = forms.rounded_parts(between._replace(scale=scale), down, None)
-            cases.check(wrong.whole(), wanted, ERROR)
-
-
 def test_what_does_not_fit_goes_another_way():
     forms = skinny.SkinnyForms({SILU: act.SILU}, processors=132, early=False)
     for name, rows in (("fp8-odd", 70), ("fp8-blocks", 70), ("int8-rows", 70), ("fp8-rows", 257)):
@@ -122,7 +104,7 @@ def test_which_rows_are_rounded():
 @pytest.mark.parametrize("rows", [48, 100, 256])
 def test_early_launches_wait_for_what_they_read(rows):
     """A long chain in a graph, each kernel reading the one before it: the same bits as without early launches."""
-    width, ffn, layers = 1024, 12288 if rows == 48 else 3072, 12
+    width, ffn, layers = 1024, 3072, 12
     ups = [made(1, 2 * ffn, width)[1] for _ in range(layers)]
     downs = [made(1, width, ffn)[1] for _ in range(layers)]
     gains = cases.normal(width, dtype=torch.bfloat16, device="cuda")

@@ -619,51 +619,34 @@ def test_codes_times_some_rows(name, rows):
 def test_codes_times_rounded_rows(columns, rows):
     """As above; nothing is widened, and no way leads around the loop, or ptxas would let no two matmuls overlap."""
     skinny = pytest.importorskip("quire.ops.triton.skinny_rounded")
-    sums = WIDE if rows == 100 else HALF
-    for gated, more in ((False, {"sums": sums}), (True, {"out": HALF})):
-        ring = skinny.ring_of(rows, columns, 4096, 132, gated=gated)
-        compiled_rounded(skinny, ring, gated=gated, more=more, constants={} if gated else {"STEPS": False})
-
-
-def test_codes_times_codes_in_steps():
-    """Scales of pieces of K do not go through local memory, and codes are stored in pieces of 16 bytes."""
-    skinny = pytest.importorskip("quire.ops.triton.skinny_rounded")
-    out = {"out": "*fp8e4nv", "out_scale": WIDE}
-    text = compiled_rounded(skinny, skinny._ROUNDING, gated=True, more=out, constants={})
-    assert "cvt.rn.satfinite.e4m3x2" in text
-    compiled_rounded(skinny, skinny._STEPPED, gated=False, more={"sums": HALF}, constants={"STEPS": True})
-
-
-def compiled_rounded(skinny, ring, *, gated, more, constants):
-    """The PTX of a kernel of skinny_rounded.py; `more`: pointers besides those that all have."""
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 8, 2)
-    kernel = skinny._silu_kernel if gated else skinny._parts_kernel
-    given, share = skinny._arguments(None, ring, True) | constants, 2 if gated else 1
-    inputs = given["ROWS"], given["BESIDE"] or given["ROWS"]
-    assert given["ROWS"] + given["BESIDE"] == ring.rows
-    boxes = {"matrix": given["TILE"], "narrow": given["ADDED"] or given["TILE"]}
-    boxes |= {"rows": share * inputs[0], "others": share * inputs[1]}
-    kinds = {
-        **{name: f"tensordesc<fp8e4nv[{box // share},128],{layout!r}>" for name, box in boxes.items()},
-        "scale": "*fp32", "row_scale": "*fp32", **more,
-    }  # fmt: skip
-    absent = {"bias", "out_scale"} - set(more)
-    options = {name: given.pop(name) for name in ("num_warps", "launch_pdl")}
-    signature = {
-        param.name: "constexpr" if param.is_constexpr or param.name in absent else kinds.get(param.name, "i32")
-        for param in kernel.params
-    }
-    names = list(signature)
-    places = {(names.index(name),): value for name, value in (given | dict.fromkeys(absent & set(names))).items()}
-    even = {(names.index(name),): [["tt.divisibility", 16]] for name in ("columns", *more)}
-    made = triton.compile(source(kernel, signature, places, even), target=GPUTarget("cuda", 90, 32), options=options)
-    text = made.asm["ptx"]
-    assert "wgmma.mma_async" in text and "e4m3.e4m3" in text and "griddepcontrol.wait" in text
-    assert made.metadata.shared <= 227 << 10
-    narrow = "b16" if "out_scale" in more else "b16|b32|f32"  # a row's scales are stored one by one
-    assert not re.search(rf"st\.global\.({narrow})", text) and re.search(r"st\.global\.v4", text)
-    return text
+    sums = WIDE if rows == 100 else HALF
+    for kernel, more in ((skinny._parts_kernel, {"sums": sums}), (skinny._silu_kernel, {"out": HALF})):
+        ring = skinny.ring_of(rows, columns, 4096, 132, gated="out" in more)
+        given, share = skinny._arguments(None, ring, True), 2 if "out" in more else 1
+        inputs = given["ROWS"], given["BESIDE"] or given["ROWS"]
+        assert given["ROWS"] + given["BESIDE"] == ring.rows
+        boxes = {"matrix": given["TILE"], "narrow": given["ADDED"] or given["TILE"]}
+        boxes |= {"rows": share * inputs[0], "others": share * inputs[1]}
+        kinds = {
+            **{name: f"tensordesc<fp8e4nv[{box // share},128],{layout!r}>" for name, box in boxes.items()},
+            "scale": "*fp32", "row_scale": "*fp32", **more,
+        }  # fmt: skip
+        options = {name: given.pop(name) for name in ("num_warps", "launch_pdl")}
+        signature = {
+            param.name: "constexpr" if param.is_constexpr or param.name == "bias" else kinds.get(param.name, "i32")
+            for param in kernel.params
+        }
+        places = {(list(signature).index(name),): value for name, value in (given | {"bias": None}).items()}
+        even = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in ("columns", *more)}
+        made = triton.compile(
+            source(kernel, signature, places, even), target=GPUTarget("cuda", 90, 32), options=options
+        )
+        text = made.asm["ptx"]
+        assert "wgmma.mma_async" in text and "e4m3.e4m3" in text and "griddepcontrol.wait" in text
+        assert made.metadata.shared <= 227 << 10
+        assert not re.search(r"st\.global\.(b16|b32|f32)", text) and re.search(r"st\.global\.v4", text)
 
 
 def compiled_few(kernel, constants, absent, half, registers):

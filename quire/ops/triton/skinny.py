@@ -424,10 +424,8 @@ class SkinnyForms:
         self, x: RoundedRows, weight: CodedWeight, bias: Tensor | None, act: Callable[[Tensor], Tensor], code: RowCode
     ) -> RoundedRows:
         """ops.rounded.rounded_act."""
-        if self._acts.get(act) != SILU or not skinny_rounded.fits(x, weight) or len(x.scale) > 1:
+        if self._acts.get(act) != SILU or not skinny_rounded.fits(x, weight):
             return coded.rounded_act(x, weight, bias, act, code, acts=self._acts, early=self._early)
-        if skinny_rounded.silu_rounds(len(x.codes), weight, code, self._processors):
-            return skinny_rounded.linear_silu_rounded(x, weight, bias, early=self._early)
         y = skinny_rounded.linear_silu(x, weight, bias, processors=self._processors, early=self._early)
         return RoundedRows(*coded.quantize_rows(y, code.dtype, code.group or y.shape[1], early=self._early), y.dtype)
 

@@ -5,9 +5,6 @@ or 128 of its rows, and all rows of inputs are the N operand. A program has a ti
 through a ring of buffers; while one buffer is multiplied, the one before it is filled again. Scales, of a row on either
 side, multiply the float32 sums. Splits of K are added up by the consumer (ops/parts.py).
 
-With up to 64 rows the gated matmul rounds its own results, with a scale for each 128 columns of a row, which are those
-of one program; the next matmul scales the sum of each 128 columns.
-
 Floor: the bytes of the codes at 4.3 TB/s, or 2 T N K operations at 1,400 TFLOP/s. 24576 x 4096: 101 MB, 23 us; with 256
 rows 37 us. Needs: K a multiple of 128, a scale for each row of the matrix.
 """
@@ -31,14 +28,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.coded import CodedWeight, is_simple
 from quire.ops.parts import PartialSums
-from quire.ops.rounded import RoundedRows, RowCode
+from quire.ops.rounded import RoundedRows
 from quire.ops.triton.descriptors import describe, load_tile
 
 DEPTH = gl.constexpr(128)  # entries of K that are multiplied at once: what a row of a swizzled tile holds
-LARGEST = gl.constexpr(448.0)  # of e4m3
 _MOST_PARTS = 8
 LEAST_ROWS, MOST_ROWS = 33, 256  # of inputs for which these kernels are the fastest
-STEPPED_ROWS = 64  # of inputs that may have a scale for each DEPTH columns
 
 
 class RoundedRing(NamedTuple):
@@ -90,7 +85,7 @@ def _fill_rows(
 @gluon.constexpr_function
 def _layout(tile: int, rows: int, warps: int) -> gl.NVMMADistributedLayout:
     """Of a tile's sums: warp groups share its rows of the matrix, and where there are not enough, the inputs."""
-    across = max(1, warps * 16 // tile)
+    across = warps * 16 // tile
     return gl.NVMMADistributedLayout([3, 0], [warps // across, across], [16, rows // across, 32])
 
 
@@ -195,41 +190,6 @@ def _product(
 
 
 @gluon.jit
-def _scaled_product(
-    matrix, rows, ring, staged, barriers, row_scale, num_rows, first, column, begin, end, TILE: gl.constexpr,
-    ROWS: gl.constexpr, BUFFERS: gl.constexpr,
-):  # fmt: skip
-    """As `_product` with buffers of one piece, tiles of one part and inputs that have a scale for each DEPTH columns:
-    the sum of each piece, times its scale. Another program has the tensor cores while this one adds."""
-    layout: gl.constexpr = _layout(TILE, ROWS, gl.num_warps())
-    m = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    total, nothing = _zeros(TILE, ROWS), _zeros(TILE, ROWS)
-    by = gl.load(row_scale + begin * num_rows + m, mask=m < num_rows, other=0.0)
-    turns = end - begin
-    gl.assume(turns > 0)
-    for turn in range(0, turns):
-        place = turn % BUFFERS
-        mbarrier.wait(barriers.index(place), (turn // BUFFERS) & 1)
-        piece = warpgroup_mma(
-            ring.index(place), staged.index(place).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
-        following = gl.minimum(begin + turn + 1, end - 1)
-        by_following = gl.load(row_scale + following * num_rows + m, mask=m < num_rows, other=0.0)
-        buffer = begin + turn - 1 + BUFFERS  # into the place of the turn before, whose matmuls are over
-        if (turn > 0) & (buffer < end):
-            free = (turn + BUFFERS - 1) % BUFFERS
-            mbarrier.expect(barriers.index(free), (TILE + ROWS) * DEPTH)
-            _fill(matrix, ring, barriers.index(free), free, buffer, column, 0, 1, False)
-            load_tile(rows, [first, buffer * DEPTH], barriers.index(free), staged.index(free))
-        piece = warpgroup_mma_wait(0, deps=(piece,))
-        total += piece * by[None, :]
-        by = by_following
-    for at in gl.static_range(BUFFERS):
-        mbarrier.invalidate(barriers.index(at))
-    return total
-
-
-@gluon.jit
 def _scales(scale, column, columns, other, HEIGHT: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr):
     """Of a tile's rows of the matrix, where its sums have them: few registers, so they are read before the loop."""
     row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, _layout(HEIGHT, ROWS, gl.num_warps())))
@@ -264,17 +224,15 @@ def _stored(columns: int, entries: int, warps: int) -> gl.BlockedLayout:
 
 @gluon.jit
 def _store_part(
-    acc, scale, row_scale, bias, sums, first, column, part, num_rows, columns, BIAS: gl.constexpr, STEPS: gl.constexpr
+    acc, scale, row_scale, bias, sums, first, column, part, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
-    """acc times the scales of both sides, to sums [parts, num_rows, columns], in pieces of 16 bytes. STEPS: it has
-    those of the inputs already."""
+    """acc times the scales of both sides, to sums [parts, num_rows, columns], in pieces of 16 bytes."""
     ENTRIES: gl.constexpr = 128 // sums.dtype.element_ty.primitive_bitwidth
     own: gl.constexpr = _stored(acc.shape[0], ENTRIES, gl.num_warps())
     m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, own))
+    by = gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
     n = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, own))
-    wide = gl.convert_layout(acc * scale[:, None], own)
-    if not STEPS:
-        wide *= gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
+    wide = gl.convert_layout(acc * scale[:, None], own) * by
     if BIAS:
         wide += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
     at = sums + (part * num_rows + m).to(gl.int64)[None, :] * columns + n[:, None]
@@ -285,10 +243,10 @@ def _store_part(
 def _parts_kernel(
     matrix, narrow, rows, others, scale, row_scale, bias, sums, num_rows, columns, buffers, parts,
     TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, BESIDE: gl.constexpr, PIECES: gl.constexpr,
-    BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr, STEPS: gl.constexpr,
+    BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """grid (tiles of rows, tiles * parts). sums [parts, num_rows, columns] = rows matrix', each over its split
-    of K. STEPS: row_scale [pieces, num_rows], else [num_rows]."""
+    of K."""
     first, part = gl.program_id(0) * (ROWS + BESIDE), gl.program_id(1) % parts
     column = gl.program_id(1) // parts * (TILE + ADDED)
     begin, end = part * buffers // parts, (part + 1) * buffers // parts
@@ -297,29 +255,22 @@ def _parts_kernel(
         matrix, narrow, rows, others, first, column, begin, end, 0, TILE, ADDED, ROWS, BESIDE, PIECES, BUFFERS, False,
         EARLY,
     )  # fmt: skip
-    if STEPS:
-        acc = _scaled_product(
-            matrix, rows, ring, staged, barriers, row_scale, num_rows, first, column, begin, end, TILE, ROWS, BUFFERS
-        )  # fmt: skip
-    else:
-        acc, more, wide, corner = _product(
-            matrix, narrow, rows, others, ring, added, staged, beside, barriers, first, column, begin, end, 0, TILE,
-            ADDED, ROWS, BESIDE, PIECES, BUFFERS, False,
-        )  # fmt: skip
-    _store_part(acc, by[0], row_scale, bias, sums, first, column, part, num_rows, columns, BIAS, STEPS)
+    acc, more, wide, corner = _product(
+        matrix, narrow, rows, others, ring, added, staged, beside, barriers, first, column, begin, end, 0, TILE, ADDED,
+        ROWS, BESIDE, PIECES, BUFFERS, False,
+    )  # fmt: skip
+    _store_part(acc, by[0], row_scale, bias, sums, first, column, part, num_rows, columns, BIAS)
     if ADDED:
-        _store_part(more, by[1], row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS, STEPS)
+        _store_part(more, by[1], row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS)
     if BESIDE:
         first += ROWS
-        _store_part(wide, by[2], row_scale, bias, sums, first, column, part, num_rows, columns, BIAS, STEPS)
+        _store_part(wide, by[2], row_scale, bias, sums, first, column, part, num_rows, columns, BIAS)
         if ADDED:
-            _store_part(
-                corner, by[3], row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS, STEPS
-            )
+            _store_part(corner, by[3], row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS)
 
 
-# Four instructions where the compiler makes twelve, to be right to the last bit: a program of the largest tiles has a
-# multiprocessor to itself, and nothing is multiplied while it does this for 24,576 results.
+# Four instructions where the compiler makes ten, to be right to the last bit: a program has one multiprocessor to itself,
+# and nothing is multiplied while it does this for 24,576 results.
 _SIGMOID = gl.constexpr("""
     {
     .reg .f32 a;
@@ -333,18 +284,16 @@ _SIGMOID = gl.constexpr("""
 
 @gluon.jit
 def _store_silu(
-    acc, scale, row_scale, bias, out, out_scale, first, column, num_rows, columns, BIAS: gl.constexpr
+    acc, scale, row_scale, bias, out, first, column, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
-    """acc holds gates, then ups, without scales: out [num_rows, columns] = silu(gate) * up, in pieces of 16 bytes.
-    With out_scale [columns / DEPTH, num_rows] they are codes; the tile then has DEPTH columns of them."""
+    """acc holds gates, then ups, without scales: out [num_rows, columns] = silu(gate) * up, in pieces of 16 bytes."""
     acc *= scale[:, None]
     HALF: gl.constexpr = acc.shape[0] // 2
-    ENTRIES: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
-    LANES: gl.constexpr = HALF // ENTRIES  # along a row of the result
+    LANES: gl.constexpr = HALF // 8  # along a row of the result
     WARPS: gl.constexpr = gl.num_warps()
     kind: gl.constexpr = out.dtype.element_ty
-    pairs: gl.constexpr = gl.BlockedLayout([ENTRIES, 1, 2], [LANES, 32 // LANES, 1], [1, WARPS, 1], [2, 0, 1])
-    own: gl.constexpr = _stored(HALF, ENTRIES, WARPS)
+    pairs: gl.constexpr = gl.BlockedLayout([8, 1, 2], [LANES, 32 // LANES, 1], [1, WARPS, 1], [2, 0, 1])
+    own: gl.constexpr = _stored(HALF, 8, WARPS)
     both = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, acc.shape[1]]), [1, 2, 0]), pairs)
     gate, up = gl.split(both)  # of one column in one thread
     gate, up = gl.convert_layout(gate, own), gl.convert_layout(up, own)
@@ -357,18 +306,13 @@ def _store_silu(
         gate += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)[:, None]
         up += gl.load(bias + columns + n, mask=inside, other=0.0).to(gl.float32)[:, None]
     sigmoid = gl.inline_asm_elementwise(_SIGMOID, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
-    y = gate * sigmoid * up
-    if out_scale is not None:
-        s = gl.maximum(gl.max(gl.maximum(y, -y), 0), 1e-12) / LARGEST
-        gl.store(out_scale + column // HALF * num_rows + m, s, mask=m < num_rows)
-        y = y * (1.0 / s)[None, :]
     at = out + m.to(gl.int64)[None, :] * columns + n[:, None]
-    gl.store(at, y.to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
+    gl.store(at, (gate * sigmoid * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
 
 
 @gluon.jit(do_not_specialize=["num_rows", "buffers"])
 def _silu_kernel(
-    matrix, narrow, rows, others, scale, row_scale, bias, out, out_scale, num_rows, columns, buffers,
+    matrix, narrow, rows, others, scale, row_scale, bias, out, num_rows, columns, buffers,
     TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, BESIDE: gl.constexpr, PIECES: gl.constexpr,
     BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -385,14 +329,14 @@ def _silu_kernel(
         matrix, narrow, rows, others, ring, added, staged, beside, barriers, first, column, 0, buffers, columns, TILE,
         ADDED, ROWS, BESIDE, PIECES, BUFFERS, True,
     )  # fmt: skip
-    _store_silu(acc, by[0], row_scale, bias, out, out_scale, first, column, num_rows, columns, BIAS)
+    _store_silu(acc, by[0], row_scale, bias, out, first, column, num_rows, columns, BIAS)
     if ADDED:
-        _store_silu(more, by[1], row_scale, bias, out, out_scale, first, then, num_rows, columns, BIAS)
+        _store_silu(more, by[1], row_scale, bias, out, first, then, num_rows, columns, BIAS)
     if BESIDE:
         first += ROWS
-        _store_silu(wide, by[2], row_scale, bias, out, out_scale, first, column, num_rows, columns, BIAS)
+        _store_silu(wide, by[2], row_scale, bias, out, first, column, num_rows, columns, BIAS)
         if ADDED:
-            _store_silu(corner, by[3], row_scale, bias, out, out_scale, first, then, num_rows, columns, BIAS)
+            _store_silu(corner, by[3], row_scale, bias, out, first, then, num_rows, columns, BIAS)
 
 
 def fits_weight(weight: CodedWeight) -> bool:
@@ -411,17 +355,17 @@ def fits(x: RoundedRows, weight: CodedWeight) -> bool:
         0 < len(x.codes) <= MOST_ROWS
         and x.codes.dtype is weight.codes.dtype
         and x.dtype.itemsize == 2
-        and (len(x.scale) == 1 or (len(x.codes) <= STEPPED_ROWS and len(x.scale) * DEPTH.value == weight.width))
+        and len(x.scale) == 1
         and x.codes.is_contiguous()
         and x.codes.data_ptr() % 16 == 0
         and fits_weight(weight)
     )
 
 
-# By the most rows of a tile, in the order of preference: the first is taken that keeps _EVEN of the multiprocessors
-# busy. These were the fastest for the matrices of 8B, a layer without attention timed as a whole on an H200
-# (docs/log.md); with others the first one may leave most multiprocessors idle at the end. Up to _SHORT entries of K,
-# few programs with a deep ring are better: most of a split is on its way before the kernel before this one ends.
+# By the most rows of a tile, in the order of preference: taken is the first that keeps _EVEN of the multiprocessors busy.
+# These were the fastest for the matrices of 8B, a layer without attention timed as a whole on an H200 (docs/log.md);
+# with others the first one may leave most multiprocessors idle at the end. Up to _SHORT entries of K, few programs with a
+# deep ring are better: most of a split is on its way before the kernel before this one ends.
 _SHORT = 4096
 _RINGS = {
     64: [RoundedRing(64, 64, 2, 3, 2)],
@@ -441,8 +385,6 @@ _GATED = {
     192: [RoundedRing(192, 192, 1, 4, 1), RoundedRing(64, 128, 1, 3, 3)],
     256: [RoundedRing(192, 256, 1, 4, 1), RoundedRing(64, 128, 1, 3, 3)],
 }
-_ROUNDING = RoundedRing(256, 64, 1, 5, 1)  # of a gated matrix whose results get scales for each DEPTH columns,
-_STEPPED = RoundedRing(64, 64, 1, 6, 2)  # and of the matrix that multiplies them
 _ODD = RoundedRing(64, 64, 1, 4, 3)  # of a K that is no multiple of two pieces
 _EVEN = 0.7
 
@@ -494,8 +436,8 @@ def linear_parts(
     x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, processors: int, early: bool = False,
     ring: RoundedRing | None = None, parts: int = 0, kind: torch.dtype | None = None,
 ) -> PartialSums:  # fmt: skip
-    rows, columns, is_stepped = x.codes.shape[0], weight.rows, len(x.scale) > 1
-    ring = ring or (_STEPPED if is_stepped else ring_of(rows, columns, weight.width, processors))
+    rows, columns = x.codes.shape[0], weight.rows
+    ring = ring or ring_of(rows, columns, weight.width, processors)
     buffers, tiles = weight.width // (DEPTH.value * ring.pieces), -(-columns // ring.tile)
     row_tiles = -(-rows // ring.rows)
     parts = parts or _splits(ring, rows, columns, weight.width, processors)
@@ -503,7 +445,7 @@ def linear_parts(
     sums = torch.empty((parts, rows, columns), dtype=kind, device=x.codes.device)
     _parts_kernel[(row_tiles, tiles * parts)](
         *_described(x, weight, ring, 1), weight.scale, x.scale, bias, sums, rows, columns, buffers, parts,
-        STEPS=is_stepped, **_arguments(bias, ring, early),
+        **_arguments(bias, ring, early),
     )  # fmt: skip
     return PartialSums(sums, x.dtype)
 
@@ -513,37 +455,12 @@ def linear_silu(
     ring: RoundedRing | None = None,
 ) -> Tensor:  # fmt: skip
     """silu(gate) * up."""
-    ring = ring or ring_of(len(x.codes), weight.rows, weight.width, processors, gated=True)
-    out = torch.empty((len(x.codes), weight.rows // 2), dtype=x.dtype, device=x.codes.device)
-    _multiply_gated(x, weight, bias, out, None, ring, early=early)
-    return out
-
-
-def silu_rounds(rows: int, weight: CodedWeight, code: RowCode, processors: int) -> bool:
-    """Whether `linear_silu_rounded` is faster than rounding in a kernel of its own. Where it is not: more rows want
-    tiles of 192, whose 96 columns are no piece of K, and sums that the tensor cores do not wait for."""
-    busy = _busy(_ROUNDING, rows, weight.rows, weight.width, processors, gated=True)
-    whole = weight.rows % _ROUNDING.tile == 0 and code == RowCode(torch.float8_e4m3fn)
-    return rows <= STEPPED_ROWS and whole and busy >= _EVEN
-
-
-def linear_silu_rounded(
-    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, early: bool = False
-) -> RoundedRows:
-    """silu(gate) * up as codes, with a scale for each DEPTH columns."""
-    rows, columns = len(x.codes), weight.rows // 2
-    out = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.codes.device)
-    scale = torch.empty((columns // DEPTH.value, rows), dtype=torch.float32, device=x.codes.device)
-    _multiply_gated(x, weight, bias, out, scale, _ROUNDING, early=early)
-    return RoundedRows(out, scale, x.dtype)
-
-
-def _multiply_gated(
-    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, out: Tensor, scale: Tensor | None, ring: RoundedRing, *,
-    early: bool,
-) -> None:  # fmt: skip
-    rows, columns = out.shape
+    rows, columns = x.codes.shape[0], weight.rows // 2
+    ring = ring or ring_of(rows, weight.rows, weight.width, processors, gated=True)
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.codes.device)
+    buffers = weight.width // (DEPTH.value * ring.pieces)
     _silu_kernel[(-(-rows // ring.rows), -(-columns // (ring.tile // 2)))](
-        *_described(x, weight, ring, 2), weight.scale, x.scale, bias, out, scale, rows, columns,
-        weight.width // (DEPTH.value * ring.pieces), **_arguments(bias, ring, early),
+        *_described(x, weight, ring, 2), weight.scale, x.scale, bias, out, rows, columns, buffers,
+        **_arguments(bias, ring, early),
     )  # fmt: skip
+    return out
