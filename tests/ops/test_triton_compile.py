@@ -616,17 +616,21 @@ def test_codes_times_some_rows(name, rows):
         assert bool(scales) == is_grouped and all(offset % 128 in (0, 32) for offset in scales)
 
 
-@pytest.mark.parametrize("rows", [40, 100, 200])
+@pytest.mark.parametrize("rows", [40, 100, 150, 200])
 @pytest.mark.parametrize("columns", [4096, 6144, 24576])
 def test_codes_times_rounded_rows(columns, rows):
     """As above; nothing is widened, and no way leads around the loop, or ptxas would let no two matmuls overlap."""
     skinny = pytest.importorskip("quire.ops.triton.skinny_rounded")
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 8, 2)
-    for kernel, more in ((skinny._parts_kernel, {"sums": "*fp32"}), (skinny._silu_kernel, {"out": HALF})):
+    sums = WIDE if rows == 100 else HALF
+    for kernel, more in ((skinny._parts_kernel, {"sums": sums}), (skinny._silu_kernel, {"out": HALF})):
         ring = skinny.ring_of(rows, columns, 4096, 132, gated="out" in more)
         given, share = skinny._arguments(None, ring, True), 2 if "out" in more else 1
-        boxes = {"matrix": given["TILE"], "narrow": given["ADDED"] or given["TILE"], "rows": share * ring.rows}
+        inputs = given["ROWS"], given["BESIDE"] or given["ROWS"]
+        assert given["ROWS"] + given["BESIDE"] == ring.rows
+        boxes = {"matrix": given["TILE"], "narrow": given["ADDED"] or given["TILE"]}
+        boxes |= {"rows": share * inputs[0], "others": share * inputs[1]}
         kinds = {
             **{name: f"tensordesc<fp8e4nv[{box // share},128],{layout!r}>" for name, box in boxes.items()},
             "scale": "*fp32", "row_scale": "*fp32", **more,
