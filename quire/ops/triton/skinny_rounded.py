@@ -269,8 +269,8 @@ def _parts_kernel(
             _store_part(corner, by[3], row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS)
 
 
-# Four instructions where the compiler makes ten, to be right to the last bit: a program has one multiprocessor to itself,
-# and nothing is multiplied while it does this for 24,576 results.
+# Four instructions where the compiler makes ten, to be right to the last bit: a program has one multiprocessor to
+# itself, and nothing is multiplied while it does this for 24,576 results.
 _SIGMOID = gl.constexpr("""
     {
     .reg .f32 a;
@@ -362,10 +362,10 @@ def fits(x: RoundedRows, weight: CodedWeight) -> bool:
     )
 
 
-# By the most rows of a tile, in the order of preference: taken is the first that keeps _EVEN of the multiprocessors busy.
-# These were the fastest for the matrices of 8B, a layer without attention timed as a whole on an H200 (docs/log.md);
-# with others the first one may leave most multiprocessors idle at the end. Up to _SHORT entries of K, few programs with a
-# deep ring are better: most of a split is on its way before the kernel before this one ends.
+# By the most rows of a tile, in the order of preference: taken is the first that keeps _EVEN of the multiprocessors
+# busy. These were the fastest for the matrices of 8B, a layer without attention timed as a whole on an H200
+# (docs/log.md); with others the first one may leave most multiprocessors idle at the end. Up to _SHORT entries of K,
+# few programs with a deep ring are better: most of a split is on its way before the kernel before this one ends.
 _SHORT = 4096
 _RINGS = {
     64: [RoundedRing(64, 64, 2, 3, 2)],
