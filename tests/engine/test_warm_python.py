@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire.base.procs import PARENT_GONE, Child
-from tests.warm_python import WarmPython, _read_once
+from tests.warm_python import FILE, NESTED, TESTED, WarmPython, _read_once
 
 PROGRAM = """
 import atexit, os, sys
@@ -109,6 +109,35 @@ def test_the_interpreter_ends_with_its_owner() -> None:
                 continue
         return
     raise AssertionError("the interpreter is still there")
+
+
+def test_an_interpreter_within_another_has_more_and_ends_alone(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print('colorsys' in sys.modules, 'torch' in sys.modules, 'tests' in sys.modules)")
+    outer = WarmPython()
+    inner = WarmPython(outer.address, ("colorsys",))
+    assert inner._process.pid in NESTED
+    assert inner.run(program, env=os.environ, timeout=60).stdout == "True True False\n"
+    assert outer.run(program, env=os.environ, timeout=60).stdout == "False True False\n"
+    inner.close()
+    assert not _runs(Path(f"/proc/{inner._process.pid}/stat")) and inner._process.pid not in NESTED
+    assert outer.run(program, env=os.environ, timeout=60).returncode == 0
+    outer.close()
+
+
+def test_a_command_may_stand_for_a_fork(warm_python: WarmPython) -> None:
+    """As pytest-xdist starts its processes."""
+    code = "import sys; print('torch' in sys.modules, sys.stdin.readline(), end=''); sys.exit(3)"
+    command = [sys.executable, FILE, warm_python.address, "-u", "-c", code]
+    done = subprocess.run(command, input="a line\n", capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("True a line\n", "", 3)
+
+
+def test_processes_of_a_run_are_forks() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ or "coverage" in sys.modules:
+        pytest.skip("this is no fork")
+    interpreter = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    assert "warm_python" in interpreter and set(TESTED) <= set(sys.modules)
 
 
 CHILD = """
