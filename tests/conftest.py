@@ -98,6 +98,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(5000)  # seven times the usual: with few objects left to look at, all are looked at too often
 
 
 @pytest.fixture(scope="module")

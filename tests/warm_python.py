@@ -35,10 +35,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
-WARM = ("torch", "numpy", "safetensors.torch", "tokenizers", "msgspec", "jinja2", "zmq", "yaml", "tqdm", "asyncio")
+WARM = ("torch", "numpy", "safetensors.torch", "tokenizers", "msgspec", "jinja2", "zmq", "yaml", "tqdm", "asyncio",
+        "fastapi", "pydantic", "uvicorn", "uvloop", "httptools")  # fmt: skip
 # What tests import while they are collected, two thirds of that time.
 TESTED = ("torch.distributed.tensor", "transformers.conversion_mapping", "transformers.modeling_utils", "sympy",
-          "openai", "fastapi", "pydantic", "huggingface_hub")  # fmt: skip
+          "openai", "huggingface_hub")  # fmt: skip
 OURS = ("quire", "vllm", "tests")
 FILE = __file__
 SHARED = "WARM_PYTHON"  # the variable that tells processes of a test run where the first interpreter listens
@@ -48,7 +49,11 @@ READ_ONCE = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "ATEN_", "TORCH_", "M
 NOT_READ = "PYTHONPATH"  # the command sets sys.path
 
 
-NESTED: set[int] = set()  # interpreters that this process has, though it is not their parent
+class Elsewhere:
+    """Of forks that work for this process and that nobody else counts: those that run, and the time of others."""
+
+    running: set[int] = set()
+    seconds = 0.0
 
 
 class WarmPython:
@@ -77,12 +82,11 @@ class WarmPython:
         (theirs, ours), (reading, writing) = os.pipe(), os.pipe()
         order = {"serve": self.address, "more": more, "env": dict(os.environ), "cwd": os.getcwd()}
         try:
-            fork = Fork(address, order, {0: theirs, 1: writing, 2: 2}, stdin=ours)
+            fork = Fork(address, order, {0: theirs, 1: writing, 2: 2}, stdin=ours, elsewhere=True)
         finally:
             os.close(theirs)
             os.close(writing)
         fork.stdout = os.fdopen(reading, "rb")
-        NESTED.add(fork.pid)
         return fork
 
     def run(
@@ -128,6 +132,20 @@ class WarmPython:
         fork.stderr = os.fdopen(reading)
         return fork
 
+    @staticmethod
+    def start_apart(address: str, code: str, *arguments: str, env: Mapping[str, str], cwd: str | Path) -> Fork | None:
+        """As `subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=DEVNULL, stderr=PIPE, text=True,
+        env=env, cwd=cwd, start_new_session=True)` would, with processes of its own that are its children. None, if it
+        needs an interpreter of its own."""
+        if _read_once(env) != _read_once(os.environ):
+            return None
+        reading, writing = os.pipe()
+        order = {"code": code, "argv": arguments, "apart": True, "env": dict(env), "cwd": str(cwd)}
+        with open(os.devnull, "r+b") as null, os.fdopen(writing, "wb") as err:
+            fork = Fork(address, order, {0: null.fileno(), 1: null.fileno(), 2: err.fileno()}, elsewhere=True)
+        fork.stderr = os.fdopen(reading)
+        return fork
+
     @contextlib.contextmanager
     def runs_children(self) -> Iterator[None]:
         """Meanwhile what this process starts through quire.base.procs is a fork of the interpreter."""
@@ -144,7 +162,6 @@ class WarmPython:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(60)
-        NESTED.discard(self._process.pid)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -153,8 +170,17 @@ class WarmPython:
 class Fork:
     """A running fork, with the names of subprocess.Popen. Its parent, the interpreter, tells how it ended."""
 
-    def __init__(self, address: str, order: dict[str, Any], streams: Mapping[int, int], stdin: int = -1) -> None:
-        """`streams`: descriptors of the fork and what they are here. `stdin`: of a pipe that is its standard input."""
+    def __init__(
+        self,
+        address: str,
+        order: dict[str, Any],
+        streams: Mapping[int, int],
+        stdin: int = -1,
+        *,
+        elsewhere: bool = False,
+    ) -> None:
+        """`streams`: descriptors of the fork and what they are here. `stdin`: of a pipe that is its standard input.
+        `elsewhere`: the interpreter did not come from this process."""
         self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb") if stdin >= 0 else None
         self.stdout: IO[bytes] | None = None
         self.stderr: IO[str] | None = None
@@ -167,6 +193,8 @@ class Fork:
         self._line.sendall(text)
         self.pid = int.from_bytes(self._line.recv(8), "little")
         assert self.pid, "the warm interpreter is gone"
+        if elsewhere:
+            Elsewhere.running.add(self.pid)
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -178,9 +206,12 @@ class Fork:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         with self._reading:
             if self.returncode is None:
-                told = self._line.recv(8)
-                self.returncode = int.from_bytes(told, "little", signed=True) if told else -signal.SIGKILL
+                told = self._line.recv(16)
+                self.returncode = int.from_bytes(told[:8], "little", signed=True) if told else -signal.SIGKILL
                 self._line.close()
+                if self.pid in Elsewhere.running:
+                    Elsewhere.running.remove(self.pid)
+                    Elsewhere.seconds += int.from_bytes(told[8:], "little") / 1e6
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -308,12 +339,13 @@ def _read_order(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _tell_ends(lines: dict[int, socket.socket]) -> None:
     while lines:
-        child, status = os.waitpid(-1, os.WNOHANG)
+        child, status, used = os.wait4(-1, os.WNOHANG)
         if not child:
             return
-        line = lines.pop(child)
+        line, microseconds = lines.pop(child), int((used.ru_utime + used.ru_stime) * 1e6)
         with contextlib.suppress(OSError):  # nobody waits for it
-            line.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
+            told = os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True)
+            line.sendall(told + microseconds.to_bytes(8, "little"))
         line.close()
 
 
@@ -336,13 +368,17 @@ def run() -> None:
     _surround()
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _ForksOfForks())
+    if _order.get("apart"):
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        sys.meta_path.insert(0, _ForksOfForks())
     program: str = "-c" if "code" in _order else _order["argv"][0]
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None)
     sys.modules["__main__"] = main
     if "code" in _order:
-        sys.argv = [program]
+        sys.argv = [program, *_order.get("argv", ())]
         sys.path[:1] = []  # as with -P
         code = _order["code"]
     else:
