@@ -12,11 +12,13 @@ import gc
 import logging
 import os
 import random
+import shlex
 import signal
 import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -44,7 +46,7 @@ from quire.base import env
 from quire.base.log import logger as set_up_logger
 from tests.left_behind import LeftBehind, private_containers
 from tests.processor_time import ProcessorTime
-from tests.warm_python import WarmPython
+from tests.warm_python import FILE, SHARED, TESTED, WarmPython
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with Ctrl-C ignored
 
@@ -96,6 +98,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(5000)  # seven times the usual: with few objects left to look at, all are looked at too often
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +112,7 @@ def frozen_afterwards() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
     """Runs programs that import torch, which it has imported."""
-    made = WarmPython()
+    made = WarmPython(os.environ.get(SHARED))
     yield made
     made.close()
 
@@ -179,6 +182,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if file := config.getoption("--processor-time"):
         among, started = hasattr(config, "workerinput"), config.getoption("numprocesses", None)
         config.pluginmanager.register(ProcessorTime(file, writes=among or not started, reports=not among))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """The processes of a run are forks of one interpreter, which has imported what they would. Not where lines are
+    counted: that begins where an interpreter does."""
+    if "coverage" in sys.modules:
+        return
+    first = WarmPython()
+    config.add_cleanup(first.close)
+    second = WarmPython(first.address, TESTED)
+    config.add_cleanup(second.close)
+    os.environ[SHARED] = first.address
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, FILE, second.address])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import gc
+import itertools
 import logging
+import operator
 import os
 import shutil
 import signal
@@ -23,7 +26,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -114,6 +117,17 @@ def _torch() -> State:
     }
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """They would look again and again through what is made here: thousands of dictionaries."""
+    enabled = gc.isenabled()
+    gc.disable()
+    yield
+    if enabled:
+        gc.enable()
+
+
+@_without_collections()
 def _modules() -> State:
     """Which object each name of ours stands for: none of our modules rebinds a name of its own."""
     found: State = {}
@@ -134,7 +148,7 @@ def _modules() -> State:
 
 def _plugins(module: ModuleType) -> State:
     """Names that were registered; what the names stand for is loaded at first use."""
-    tables = {name: one.names() for name, one in list(vars(module).items()) if isinstance(one, Registry)}
+    tables = {name: one.names() for name, one in _holds(module).registries}
     if module.__name__ in TABLES:
         tables |= private_containers(module)
     return {("table", f"{module.__name__}.{name}"): tuple(sorted(map(str, table))) for name, table in tables.items()}
@@ -171,14 +185,37 @@ def _triton() -> State:
 
 
 def _names(module: ModuleType) -> State:
-    found: State = {("names of", module.__name__): dict(vars(module))}
+    found: State = {("names of", module.__name__): vars(module).copy()}
     if module.__name__.partition(".")[0] in OURS:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, type) and value.__module__ == module.__name__:
-                found["names of", f"{module.__name__}.{name}"] = dict(vars(value))
+        for name, value in _holds(module).classes:
+            found["names of", name] = vars(value).copy()
     return found
 
 
+class Holds(NamedTuple):
+    """What is of interest in a module that has so many names; what a name stands for is looked at apart."""
+
+    module: ModuleType
+    num_names: int
+    classes: list[tuple[str, type]]
+    registries: list[tuple[str, Registry[Any]]]
+
+
+_held: dict[str, Holds] = {}
+
+
+def _holds(module: ModuleType) -> Holds:
+    name, names = module.__name__, vars(module)
+    known = _held.get(name)
+    if known is None or known.module is not module or known.num_names != len(names):
+        of_own = [(key, one) for key, one in names.items() if isinstance(one, type) and one.__module__ == name]
+        classes = [(f"{name}.{key}", one) for key, one in of_own]
+        registries = [(key, one) for key, one in names.items() if isinstance(one, Registry)]
+        _held[name] = known = Holds(module, len(names), classes, registries)
+    return known
+
+
+@_without_collections()
 def differences(before: State, after: State) -> list[str]:
     """What was there before and is something else now, and what is new where that can only be something left over."""
     out = []
@@ -188,6 +225,8 @@ def differences(before: State, after: State) -> list[str]:
             continue
         if key[0] == "names of":
             now = {} if new is ABSENT else new
+            if all(map(operator.is_, old.values(), map(now.get, old, itertools.repeat(ABSENT)))):
+                continue
             out += [
                 f"{key[1]}.{name}: {_show(one)} -> {_show(now.get(name, ABSENT))}"
                 for name, one in old.items()

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_python import Elsewhere
+
 TICKS = os.sysconf("SC_CLK_TCK")
 DEAREST = 40
 
@@ -23,7 +25,8 @@ def processor_seconds() -> float:
     """Of this process and of all that came from it."""
     own, waited_for = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     past = own.ru_utime + own.ru_stime + waited_for.ru_utime + waited_for.ru_stime
-    return past + sum(_with_descendants(child) for child in _children("self"))
+    past += Elsewhere.seconds
+    return past + sum(map(_with_descendants, [*_children("self"), *Elsewhere.running]))
 
 
 def _children(process: int | str) -> list[int]:
@@ -55,6 +58,11 @@ class ProcessorTime:
         if self.reports:
             self.file.write_text("")
 
+    @pytest.hookimpl(optionalhook=True, trylast=True)
+    def pytest_xdist_setupnodes(self) -> None:
+        with open(self.file, "a") as file:
+            file.write(f"{processor_seconds():.3f} interpreters that the processes are forks of\n")
+
     def pytest_collection_finish(self) -> None:
         self._line("collection")
 
@@ -66,7 +74,8 @@ class ProcessorTime:
 
     def _line(self, name: str) -> None:
         if self.writes:
-            now = processor_seconds()
+            # Less than before where a process was missed: the list of children is no snapshot. The next look finds it.
+            now = max(processor_seconds(), self.last)
             with open(self.file, "a") as file:
                 file.write(f"{now - self.last:.3f} {name}\n")
             self.last = now

@@ -7,6 +7,9 @@ a traceback and exit code 1 where it raises. What differs from a process of its 
 hashes, which all forks share, that modules are not taken apart at the end, which takes a second with those of
 transformers, and its parent, which is the interpreter: processes that a fork starts through quire.base.procs are forks
 beside it. Files that use it run at least one program of each kind in a process of its own.
+
+The processes of a test run (pytest-xdist) are forks of one such interpreter too, which has more imported (TESTED), and
+those interpreters that they need themselves are forks of the first, which has not.
 """
 
 from __future__ import annotations
@@ -32,31 +35,59 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
-WARM = ("torch", "numpy", "safetensors.torch", "tokenizers", "msgspec", "jinja2", "zmq", "yaml", "tqdm", "asyncio")
+WARM = ("torch", "numpy", "safetensors.torch", "tokenizers", "msgspec", "jinja2", "zmq", "yaml", "tqdm", "asyncio",
+        "fastapi", "pydantic", "uvicorn", "uvloop", "httptools")  # fmt: skip
+# What tests import while they are collected, two thirds of that time.
+TESTED = ("torch.distributed.tensor", "transformers.conversion_mapping", "transformers.modeling_utils", "sympy",
+          "openai", "huggingface_hub")  # fmt: skip
 OURS = ("quire", "vllm", "tests")
+FILE = __file__
+SHARED = "WARM_PYTHON"  # the variable that tells processes of a test run where the first interpreter listens
 PROCS = "quire.base.procs"
 # What an interpreter or a library of WARM reads once: with other values a process is one of its own.
 READ_ONCE = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "ATEN_", "TORCH_", "MALLOC_", "LD_", "CUDA_", "PYTHON")
 NOT_READ = "PYTHONPATH"  # the command sets sys.path
 
 
+class Elsewhere:
+    """Of forks that work for this process and that nobody else counts: those that run, and the time of others."""
+
+    running: set[int] = set()
+    seconds = 0.0
+
+
 class WarmPython:
     """The interpreter, as those who start programs see it."""
 
-    def __init__(self) -> None:
+    def __init__(self, within: str | None = None, more: tuple[str, ...] = ()) -> None:
+        """`within`: the address of an interpreter, which this one is a fork of, with `more` imported."""
+        self.address = f"quire-warm-{os.getpid()}-{id(self)}"
+        self._process = self._within(within, more) if within else self._started()
+        assert self._process.stdout is not None
+        told = self._process.stdout.readline().removeprefix(b"listening ")
+        self._known: dict[str, str] = json.loads(told)
+
+    def _started(self) -> subprocess.Popen[bytes]:
         code = (
             f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from tests import warm_python as w; "
         )
-        self.address = f"\0quire-warm-{os.getpid()}-{id(self)}"
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-c", code + f"w.serve({self.address!r}) and w.run()"],
             stdin=subprocess.PIPE,  # its end is that of this process: the interpreter ends too
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        told = self._process.stdout.readline().removeprefix(b"listening ")
-        self._known: dict[str, str] = json.loads(told)
+
+    def _within(self, address: str, more: tuple[str, ...]) -> Fork:
+        (theirs, ours), (reading, writing) = os.pipe(), os.pipe()
+        order = {"serve": self.address, "more": more, "env": dict(os.environ), "cwd": os.getcwd()}
+        try:
+            fork = Fork(address, order, {0: theirs, 1: writing, 2: 2}, stdin=ours, elsewhere=True)
+        finally:
+            os.close(theirs)
+            os.close(writing)
+        fork.stdout = os.fdopen(reading, "rb")
+        return fork
 
     def run(
         self,
@@ -101,6 +132,20 @@ class WarmPython:
         fork.stderr = os.fdopen(reading)
         return fork
 
+    @staticmethod
+    def start_apart(address: str, code: str, *arguments: str, env: Mapping[str, str], cwd: str | Path) -> Fork | None:
+        """As `subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=DEVNULL, stderr=PIPE, text=True,
+        env=env, cwd=cwd, start_new_session=True)` would, with processes of its own that are its children. None, if it
+        needs an interpreter of its own."""
+        if _read_once(env) != _read_once(os.environ):
+            return None
+        reading, writing = os.pipe()
+        order = {"code": code, "argv": arguments, "apart": True, "env": dict(env), "cwd": str(cwd)}
+        with open(os.devnull, "r+b") as null, os.fdopen(writing, "wb") as err:
+            fork = Fork(address, order, {0: null.fileno(), 1: null.fileno(), 2: err.fileno()}, elsewhere=True)
+        fork.stderr = os.fdopen(reading)
+        return fork
+
     @contextlib.contextmanager
     def runs_children(self) -> Iterator[None]:
         """Meanwhile what this process starts through quire.base.procs is a fork of the interpreter."""
@@ -125,19 +170,31 @@ class WarmPython:
 class Fork:
     """A running fork, with the names of subprocess.Popen. Its parent, the interpreter, tells how it ended."""
 
-    def __init__(self, address: str, order: dict[str, Any], streams: Mapping[int, int], stdin: int = -1) -> None:
-        """`streams`: descriptors of the fork and what they are here. `stdin`: of a pipe that is its standard input."""
+    def __init__(
+        self,
+        address: str,
+        order: dict[str, Any],
+        streams: Mapping[int, int],
+        stdin: int = -1,
+        *,
+        elsewhere: bool = False,
+    ) -> None:
+        """`streams`: descriptors of the fork and what they are here. `stdin`: of a pipe that is its standard input.
+        `elsewhere`: the interpreter did not come from this process."""
         self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb") if stdin >= 0 else None
+        self.stdout: IO[bytes] | None = None
         self.stderr: IO[str] | None = None
         self.returncode: int | None = None
         self._reading = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(address)
+        self._line.connect(f"\0{address}")  # a name without a file
         text = json.dumps({**order, "targets": [*streams]}).encode()
         socket.send_fds(self._line, [len(text).to_bytes(8, "little")], [*streams.values()])
         self._line.sendall(text)
         self.pid = int.from_bytes(self._line.recv(8), "little")
         assert self.pid, "the warm interpreter is gone"
+        if elsewhere:
+            Elsewhere.running.add(self.pid)
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -149,9 +206,12 @@ class Fork:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         with self._reading:
             if self.returncode is None:
-                told = self._line.recv(8)
-                self.returncode = int.from_bytes(told, "little", signed=True) if told else -signal.SIGKILL
+                told = self._line.recv(16)
+                self.returncode = int.from_bytes(told[:8], "little", signed=True) if told else -signal.SIGKILL
                 self._line.close()
+                if self.pid in Elsewhere.running:
+                    Elsewhere.running.remove(self.pid)
+                    Elsewhere.seconds += int.from_bytes(told[8:], "little") / 1e6
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -201,19 +261,34 @@ def serve(address: str) -> bool:
     with whoever started it."""
     known = _read_once(os.environ)
     atexit.register(_leave)  # before all others, so it comes after them
-    for name in WARM:
-        importlib.import_module(name)
+    _import(WARM)
     if early := {name.partition(".")[0] for name in sys.modules} & {"quire", "vllm"}:
         raise RuntimeError(f"a program imports these itself, but they are here: {early}")
+    _fork_for_orders(address, known)
+    while "serve" in _order:
+        os.setsid()
+        _surround()
+        _import(_order["more"])
+        _fork_for_orders(_order["serve"], known)
+    return True
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def _fork_for_orders(address: str, known: dict[str, str]) -> None:
+    """Returns in a fork, with `_order`."""
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(address)
+    listening.bind(f"\0{address}")
     listening.listen(64)
     waker, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    gc.collect()
-    gc.freeze()
     print("listening", json.dumps(known), flush=True)
     lines: dict[int, socket.socket] = {}
     while True:
@@ -229,19 +304,18 @@ def serve(address: str) -> bool:
             if not order:
                 line.close()
                 continue
-            if missing := [name for name in order.get("more", ()) if name not in sys.modules]:
-                for name in missing:
-                    importlib.import_module(name)
-                gc.collect()
-                gc.freeze()
+            more = () if "serve" in order else order.get("more", ())
+            if missing := [name for name in more if name not in sys.modules]:
+                _import(missing)
             if (child := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _order.clear()
                 _order.update(order, address=address, known=known)
                 for ours in (listening, line, *lines.values()):
                     ours.detach()  # the number will be another's
                 _take(dict(zip(order["targets"], descriptors, strict=True)))
-                return True
+                return
             for descriptor in descriptors:
                 os.close(descriptor)
             lines[child] = line
@@ -265,12 +339,13 @@ def _read_order(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _tell_ends(lines: dict[int, socket.socket]) -> None:
     while lines:
-        child, status = os.waitpid(-1, os.WNOHANG)
+        child, status, used = os.wait4(-1, os.WNOHANG)
         if not child:
             return
-        line = lines.pop(child)
+        line, microseconds = lines.pop(child), int((used.ru_utime + used.ru_stime) * 1e6)
         with contextlib.suppress(OSError):  # nobody waits for it
-            line.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
+            told = os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True)
+            line.sendall(told + microseconds.to_bytes(8, "little"))
         line.close()
 
 
@@ -290,18 +365,20 @@ def _take(descriptors: dict[int, int]) -> None:
 
 def run() -> None:
     """The program of `_order`, as the main module of this process."""
-    os.environ.clear()
-    os.environ.update(_order["env"])
-    os.chdir(_order["cwd"])
+    _surround()
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _ForksOfForks())
+    if _order.get("apart"):
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        sys.meta_path.insert(0, _ForksOfForks())
     program: str = "-c" if "code" in _order else _order["argv"][0]
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None)
     sys.modules["__main__"] = main
     if "code" in _order:
-        sys.argv = [program]
+        sys.argv = [program, *_order.get("argv", ())]
         sys.path[:1] = []  # as with -P
         code = _order["code"]
     else:
@@ -318,6 +395,12 @@ def run() -> None:
         _order["status"] = 1
         raise
     _order["status"] = 0
+
+
+def _surround() -> None:
+    os.environ.clear()
+    os.environ.update(_order["env"])
+    os.chdir(_order["cwd"])
 
 
 def _leave() -> None:
@@ -351,3 +434,14 @@ class _ForksOfForks(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def stand_in(address: str, *command: str) -> int:
+    """`python warm_python.py ADDRESS ... -c CODE` is to whoever starts it `python ... -c CODE`: it waits for a fork of
+    the interpreter at ADDRESS that has its standard streams."""
+    order = {"code": command[-1], "env": dict(os.environ), "cwd": os.getcwd()}
+    return Fork(address, order, {0: 0, 1: 1, 2: 2}).wait()
+
+
+if __name__ == "__main__":
+    sys.exit(stand_in(*sys.argv[1:]) & 0xFF)

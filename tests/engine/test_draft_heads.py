@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[str, Callable[..., Oracle], dict[str, Any]]] = {
 METHODS = ["medusa", "mlp_speculator", "eagle", "eagle3", "mtp"]
 
 
-def requests(count: int = 32) -> list[EngineRequest]:
+def requests(count: int = 20) -> list[EngineRequest]:
     """Some prompts begin alike."""
     rng = random.Random(3)
     begin = [rng.randrange(4, VOCAB) for _ in range(40)]
@@ -219,7 +219,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory, same_bits: None) -> Itera
     kind.engine.close()
 
 
-def mtp_kind(folder: Path, family: str, count: int = 32) -> Kind:
+def mtp_kind(folder: Path, family: str, count: int = 20) -> Kind:
     model = make_tiny(family, folder)
     oracle = mtp(folder, model, family)
     keys = {"method": "mtp", "num_speculative_tokens": COUNT, "adaptive": False}
@@ -239,7 +239,7 @@ def of(kinds: Callable[[str], Kind], deepseek: Kind) -> Callable[[str], Kind]:
     return lambda name: deepseek if name == "mtp" else kinds(name)
 
 
-def check(kind: Kind, share: float, count: int = 32, **settings: Any) -> Forced:
+def check(kind: Kind, share: float, count: int = 20, **settings: Any) -> Forced:
     """Answers under forced acceptance; some of the drafter's own drafts are compared on the way."""
     forced = ForcedDrafter(kind, share)
     run = answers(kind.engine, requests()[:count], kind.keys, drafter=forced, **settings)

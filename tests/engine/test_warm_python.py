@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire.base.procs import PARENT_GONE, Child
-from tests.warm_python import WarmPython, _read_once
+from tests.warm_python import FILE, TESTED, Elsewhere, WarmPython, _read_once
 
 PROGRAM = """
 import atexit, os, sys
@@ -109,6 +109,60 @@ def test_the_interpreter_ends_with_its_owner() -> None:
                 continue
         return
     raise AssertionError("the interpreter is still there")
+
+
+def test_an_interpreter_within_another_has_more_and_ends_alone(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print('poplib' in sys.modules, 'torch' in sys.modules, 'tests' in sys.modules)")
+    outer = WarmPython()
+    inner = WarmPython(outer.address, ("poplib",))
+    assert inner._process.pid in Elsewhere.running
+    assert inner.run(program, env=os.environ, timeout=60).stdout == "True True False\n"
+    assert outer.run(program, env=os.environ, timeout=60).stdout == "False True False\n"
+    inner.close()
+    assert not _runs(Path(f"/proc/{inner._process.pid}/stat")) and inner._process.pid not in Elsewhere.running
+    assert outer.run(program, env=os.environ, timeout=60).returncode == 0
+    outer.close()
+
+
+def test_a_command_may_stand_for_a_fork(warm_python: WarmPython) -> None:
+    """As pytest-xdist starts its processes."""
+    code = "import sys; print('torch' in sys.modules, sys.stdin.readline(), end=''); sys.exit(3)"
+    command = [sys.executable, FILE, warm_python.address, "-u", "-c", code]
+    done = subprocess.run(command, input="a line\n", capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("True a line\n", "", 3)
+
+
+APART = """
+import os, signal, subprocess, sys, time
+print(sys.argv[1:], os.getsid(0) == os.getpid(), "torch" in sys.modules, "quire" in sys.modules, file=sys.stderr)
+child = subprocess.Popen(["sleep", "600"])
+print(child.pid, file=sys.stderr, flush=True)
+until = time.process_time() + 0.2
+while time.process_time() < until: pass
+child.wait()
+"""
+
+
+def test_a_server_is_the_parent_of_its_processes_and_its_time_is_counted(warm_python: WarmPython) -> None:
+    before = Elsewhere.seconds
+    fork = WarmPython.start_apart(warm_python.address, APART, "a", "b c", env=os.environ, cwd="/")
+    assert fork is not None and fork.stderr is not None and fork.pid in Elsewhere.running
+    assert fork.stderr.readline() == "['a', 'b c'] True True False\n"
+    child = int(fork.stderr.readline())
+    assert Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1] == str(fork.pid)
+    os.kill(child, signal.SIGKILL)
+    assert fork.wait(60) == 0 and fork.pid not in Elsewhere.running
+    fork.stderr.close()
+    assert Elsewhere.seconds - before > 0.15
+    assert WarmPython.start_apart("nobody", APART, env=os.environ | {"OMP_NUM_THREADS": "7"}, cwd="/") is None
+
+
+def test_processes_of_a_run_are_forks() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ or "coverage" in sys.modules:
+        pytest.skip("this is no fork")
+    interpreter = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    assert "warm_python" in interpreter and set(TESTED) <= set(sys.modules)
 
 
 CHILD = """

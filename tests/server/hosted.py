@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from tests.fake_engine import write_model
-from tests.warm_python import Fork
+from tests.warm_python import SHARED, Fork, WarmPython
 
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S = 120.0, 60.0
@@ -117,10 +117,15 @@ def completion(prompt: str = "abc", max_tokens: int = 6, *, stream: bool = False
 def started(
     *flags: str, fake: bool = True, env: dict[str, str] | None = None, within: tuple[str, ...] = ()
 ) -> Iterator[Hosted]:
-    """A server that may still be starting. `within`: a command that runs it."""
+    """A server that may still be starting, in a fork of the test run's interpreter if there is one. `within`: a command
+    that runs it, in an interpreter of its own."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    process = subprocess.Popen(
-        [*within, sys.executable, "-c", _FAKE if fake else _REAL, "serve", *flags],
+    code, address = _FAKE if fake else _REAL, os.environ.get(SHARED)
+    process: subprocess.Popen[str] | Fork | None = None
+    if address and not within:
+        process = WarmPython.start_apart(address, code, "serve", *flags, env=variables, cwd=ROOT)
+    process = process or subprocess.Popen(
+        [*within, sys.executable, "-c", code, "serve", *flags],
         env=variables, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), start_new_session=True,
     )  # fmt: skip

@@ -106,7 +106,7 @@ def test_eight_at_once_equal_each_alone(smol: Live) -> None:
     ]  # fmt: skip
 
     def ask(body: dict[str, Any]) -> str:
-        answer = smol.post(TEXT, {"model": "smol", "prompt": "A:", "temperature": 0, "max_tokens": 40, **body})
+        answer = smol.post(TEXT, {"model": "smol", "prompt": "A:", "temperature": 0, "max_tokens": 20, **body})
         return str(answer.json()["choices"][0]["text"])
 
     alone = [ask(body) for body in bodies]
