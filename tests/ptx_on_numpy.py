@@ -365,6 +365,8 @@ class Program:
 
     def _multiply(self, name: str, args: list[str]) -> None:
         """16 x 16 times 16 x 8 in every warp, all of it in registers."""
+        if "k32" in name:
+            return self._multiply_bytes(name, args)
         found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.\1\.f32", name)
         assert found, name
         opened = _PAIRS[found[1]][0]
@@ -388,6 +390,32 @@ class Program:
                 sums[i][own] += out[r + 8 * (i // 2), 2 * t + i % 2]
         for one, value in zip(_names(args[0]), sums, strict=True):
             self._put(one, bits_of(value), np.ones(self._count, bool))
+
+    def _multiply_bytes(self, name: str, args: list[str]) -> None:
+        """16 x 32 times 32 x 8 of whole numbers."""
+        found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.([su]8)\.s8\.s32", name)
+        assert found, name
+        lane = np.arange(self._count) % 32
+        row, thread, sums = lane // 4, lane % 4, [self._whole(one, "s32") for one in _names(args[3])]
+        words = [self._get(one) for one in (*_names(args[1]), *_names(args[2]))]
+        for warp in range(self._count // 32):
+            own = slice(warp * 32, warp * 32 + 32)
+            r, t = row[own], thread[own]
+            left, right = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
+            for i in range(6):
+                for byte in range(4):
+                    value = (words[i][own] >> U64(8 * byte) & U64(255)).astype(np.int64)
+                    if i >= 4 or found[1] == "s8":
+                        value -= (value > 127) * 256
+                    if i < 4:
+                        left[r + 8 * (i % 2), 4 * t + byte + 16 * (i // 2)] = value
+                    else:
+                        right[4 * t + byte + 16 * (i - 4), r] = value
+            out = left @ right
+            for i in range(4):
+                sums[i][own] += out[r + 8 * (i // 2), 2 * t + i % 2]
+        for one, value in zip(_names(args[0]), sums, strict=True):
+            self._put(one, value, np.ones(self._count, bool), "b32")
 
     def _matmul(self, name: str, args: list[str]) -> None:
         """64 rows a warpgroup, from registers, times columns in shared memory."""
