@@ -20,7 +20,7 @@ _MASKS = {"64": ~U64(0), "32": _WORD, "16": _HALF}
 _NOTHING = (
     "bar.", "wgmma.fence", "wgmma.commit", "wgmma.wait", "cp.async.commit", "cp.async.wait", "fence", "griddepcontrol",
 )  # fmt: skip
-_SIZES = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "s32": np.int32}
+_SIZES = {"b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "s32": np.int32}
 _COMPARED: dict[str, Callable] = {
     "lt": np.less, "gt": np.greater, "le": np.less_equal, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
@@ -300,6 +300,9 @@ class Program:
             self._put(args[0], self._get(args[1]), mask, to)
         elif (to, kind) == ("f32", "bf16"):
             self._put(args[0], bits_of(from_bf16(self._get(args[1]))), mask)
+        elif (to, kind) == ("s32", "s8"):
+            low = self._get(args[1]) & U64(255)
+            self._put(args[0], low.astype(np.int64) - (low > 127) * 256, mask, to)
         else:
             assert kind in ("u16", "u32", "s32") and to in ("u32", "u64", "s64"), parts
             self._put(args[0], self._whole(args[1], kind), mask)

@@ -298,6 +298,16 @@ def norm_linear(
     return y if act is None or code is not None else act(y)
 
 
+def norm_linears(
+    x: Tensor, norm: NormRule, weights: Sequence[Tensor | CodedWeight], bias: Tensor | None, *,
+    codes: Mapping[Callable, int], early: bool = False,
+) -> Tensor:  # fmt: skip
+    if len(weights) == 1:
+        return norm_linear(x, norm, weights[0], bias, codes=codes, early=early)
+    y = torch.cat([norm_linear(x, norm, weight, None, codes=codes, early=early) for weight in weights], -1)
+    return y if bias is None else y + bias
+
+
 def linear_add(
     x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None,
     following: Tensor | CodedWeight | None = None, *, early: bool = False,

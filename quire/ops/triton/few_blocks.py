@@ -7,9 +7,9 @@ each group of columns times a power of two of its own: exact where a number of b
 of its group, and to 2^-15 of that elsewhere.
 
 The four threads that have a row of the matrix have other groups of it, and one `mma` multiplies all four: its eight
-columns are the upper and the lower bytes of the inputs of four groups, zero wherever a column meets the codes of another
-group. So a thread gets the sums of its own group, exactly, and multiplies them by the scale that it loaded. Sums start
-as 1.5 * 2^23 in the bits of float32, so that no instruction converts them.
+columns are the upper and the lower bytes of the inputs of four groups, zero wherever a column meets the codes of
+another group. So a thread gets the sums of its own group, exactly, and multiplies them by the scale that it loaded.
+Sums start as 1.5 * 2^23 in the bits of float32, so that no instruction converts them.
 
     groups of 32    thread t has group t of a chunk of 128 columns
             16      thread t has groups t and 4 + t
