@@ -64,7 +64,7 @@ class FewBlocksConfig(NamedTuple):
 # --- codes in registers
 
 
-def _low_and_high(coding: int, source: str, upper: str, to: str) -> str:
+def _low_and_high(coding: int, source: str, upper: str, to: int) -> str:
     """Bytes of four columns in l{to}, and of those 64 further in h{to}, from a word of codes (and one of upper bits).
     Codes of 4 bits are 16 times too large in the latter."""
     if coding == 1:
@@ -78,7 +78,7 @@ def _low_and_high(coding: int, source: str, upper: str, to: str) -> str:
         lop3.b32 l{to}, v, 0x30303030, l{to}, 0xEA;"""
 
 
-def _mma(sums: str, codes: tuple[str, ...], inputs: int, kind: str) -> str:
+def _mma(sums: str, codes: list[str], inputs: int, kind: str) -> str:
     """Two words of two rows of the matrix."""
     own = ", ".join(f"{sums}{i}" for i in range(4))
     return (
@@ -99,16 +99,12 @@ def _product(coding: int, parts: int) -> str:
         lines.append("mov.b32 s, $20;")
     second = "e" if parts == 2 else "c"
     for pair in (0, 2):
-        low = high = ("",) * 4
+        places = [pair + word + row for word in (0, 1) for row in (0, 4)]
         if coding == 0:
-            low, high = (
-                tuple(f"${first + pair + word + row}" for word in (0, 1) for row in (0, 4)) for first in (4, 12)
-            )
+            low, high = ([f"${first + at}" for at in places] for first in (4, 12))
         else:
-            for to, (word, row) in enumerate((word, row) for word in (0, 1) for row in (0, 4)):
-                at = pair + word + row
-                lines.append(_low_and_high(coding, f"${4 + at}", f"${12 + at}", str(to)))
-            low, high = (tuple(f"{name}{i}" for i in range(4)) for name in "lh")
+            lines += [_low_and_high(coding, f"${4 + at}", f"${12 + at}", i) for i, at in enumerate(places)]
+            low, high = ([f"{name}{i}" for i in range(4)] for name in "lh")
         lines.append(_mma("c", low, inputs + pair, kind))
         lines.append(_mma(second, high, inputs + 4 + pair, kind))
     for row in (0, 1):
@@ -198,8 +194,8 @@ def _stage(
     SLABS: gl.constexpr = (K + SLAB - 1) // SLAB
     kind: gl.constexpr = x.dtype.element_ty
     IS_HALF: gl.constexpr = kind != gl.bfloat16
-    loaded = ()
-    for slab in gl.static_range(SLABS):
+    loaded = (_inputs(x, _columns(0, SLAB, WARPS), K, K % SLAB == 0),)
+    for slab in gl.static_range(1, SLABS):
         one = _inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, K % SLAB == 0)
         loaded = loaded + (one,)  # type: ignore[assignment]  # noqa: RUF005
     by = 0.0
