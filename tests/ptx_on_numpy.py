@@ -154,8 +154,8 @@ class Program:
                 self._step(name, [arg.strip() for arg in re.split(r",(?![^{]*\})", rest[0])], mask)
 
     def _get(self, name: str) -> np.ndarray:
-        if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", name):
-            return np.full(self._count, int(name, 0) & ((1 << 64) - 1), U64)
+        if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+U?", name):
+            return np.full(self._count, int(name.rstrip("U"), 0) & ((1 << 64) - 1), U64)
         if name.startswith("0f"):
             return np.full(self._count, int(name[2:], 16), U64)
         if name == "%tid.x":
@@ -176,9 +176,9 @@ class Program:
         return (value & _MASKS[kind[-2:]]).view(np.int64)
 
     def _address(self, text: str) -> np.ndarray:
-        found = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(\d+))?\s*\]", text)
+        found = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
         assert found, text
-        return self._get(found[1]) + U64(int(found[2] or 0))
+        return self._get(found[1]) + U64(int(found[2] or 0) & ((1 << 64) - 1))
 
     def _step(self, name: str, args: list[str], mask: np.ndarray) -> None:
         head, *_, kind = parts = name.split(".")
@@ -304,8 +304,8 @@ class Program:
             low = self._get(args[1]) & U64(255)
             self._put(args[0], low.astype(np.int64) - (low > 127) * 256, mask, to)
         else:
-            assert kind in ("u16", "u32", "s32") and to in ("u32", "u64", "s64"), parts
-            self._put(args[0], self._whole(args[1], kind), mask)
+            assert kind in ("u16", "u32", "s32") and to in ("u16", "u32", "u64", "s64"), parts
+            self._put(args[0], self._whole(args[1], kind), mask, to)
 
     def _move_halves(self, args: list[str], mask: np.ndarray) -> None:
         if args[0].startswith("{"):

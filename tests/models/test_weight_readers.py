@@ -31,7 +31,7 @@ from tests.tiny_models import tiny_config
 PACKAGE = Path(__file__).parents[2] / "quire"
 ROOMS = ("attention", "layers", "loader", "models", "sampling", "worker")
 # Attributes by which the numbers of a matrix are reached, and who may name them, function by function.
-NAMES = frozenset({"stored", "numbers", "read_plain", "read_few", "few_form", "packed", "weight"})
+NAMES = frozenset({"stored", "numbers", "read_plain", "read_few", "read_few_parts", "few_form", "few_parts", "packed", "weight"})
 MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a hook must see
     "layers/adapters.py": {"ExpertAdapters.__init__", "ExpertAdapters.multiply"},
     "layers/linear.py": {
@@ -49,7 +49,7 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
     },
 }  # fmt: skip
 READS = {  # numbers for an op that does more: only in steps without a veto
-    "layers/linear.py": {"Linear.read_plain", "Linear.read_few"},
+    "layers/linear.py": {"Linear.read_plain", "Linear.read_few", "Linear.read_few_parts"},
     "layers/mlp.py": {"Mlp.join", "Mlp.few_matrices", "Mlp.in_parts", "Mlp.of_rounded"},
     "layers/moe.py": {"Moe.join"},
     "layers/mla.py": {"LatentAttention._carry"},

@@ -143,12 +143,37 @@ _TWO_HALVES = gl.constexpr("""{
 }""")
 
 
+# A byte of a word, or half of it, as a number.
+_BYTE = gl.constexpr("""{
+    .reg .b32 a;
+    prmt.b32 a, $1, 0x4B000000, $2;
+    sub.f32 $0, a, 0f4B000000;
+}""")
+_SIGNED_BYTE = gl.constexpr("""{
+    .reg .b32 a;
+    xor.b32 a, $1, 0x80808080;
+    prmt.b32 a, a, 0x4B000000, $2;
+    sub.f32 $0, a, 0f4B000080;
+}""")
+_HALF = gl.constexpr("""{
+    .reg .b32 a;
+    .reg .b16 low, high;
+    prmt.b32 a, $1, 0, $2;
+    mov.b32 {low, high}, a;
+    cvt.f32.f16 $0, low;
+}""")
+
+
 @gluon.jit
-def _number(values):
-    """float32 of 8 bits or of 16."""
-    if values.dtype == gl.float16:
-        return values.to(gl.float32)
-    return (values.to(gl.int32) + 0x4B400000).to(gl.float32, bitcast=True) - 12582912.0
+def _number(word, FORM: gl.constexpr, WARPS: gl.constexpr):
+    """What a thread takes of the words of `_load_factors`. FORM: 0, 1: bytes without and with a sign; 2: halves."""
+    thread = gl.arange(0, 4, layout=_along(_words_layout(WARPS, 2), 2))[None, None, :, None]
+    if FORM == 2:
+        return gl.inline_asm_elementwise(
+            _HALF, "=f,r,r", [word, 0x4410 + thread % 2 * 0x22], dtype=gl.float32, is_pure=True, pack=1
+        )
+    TEXT: gl.constexpr = _SIGNED_BYTE if FORM == 1 else _BYTE
+    return gl.inline_asm_elementwise(TEXT, "=f,r,r", [word, 0x7540 + thread], dtype=gl.float32, is_pure=True, pack=1)
 
 
 # --- the row
@@ -288,18 +313,22 @@ def _load_words(
 
 @gluon.jit
 def _load_factors(
-    values, row, chunk, COUNT: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr,
-    GROUPS: gl.constexpr, WHOLE: gl.constexpr,
+    words, row, chunk, COUNT: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr,
+    PARTS: gl.constexpr, FORM: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """For a thread's group, of a row and of that 8 further."""
+    """The words that have what belongs to a thread's group, of a row and of that 8 further."""
     thread = gl.arange(0, 4, layout=_along(_words_layout(WARPS, 2), 2))[None, None, :, None]
-    return _loaded(values + (chunk * COUNT + row) * GROUPS + PART * 4 + thread, chunk < K // 128, WHOLE)
+    if FORM == 2:
+        at = (chunk * COUNT + row) * (2 * PARTS) + 2 * PART + thread // 2
+    else:
+        at = (chunk * COUNT + row) * PARTS + PART + thread * 0
+    return _loaded(words + at, chunk < K // 128, WHOLE)
 
 
 @gluon.jit
 def _load_tile(
     codes, high, scale, least, coarse, first, step, COUNT: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr, CODING: gl.constexpr, BEGIN: gl.constexpr, LAST: gl.constexpr,
+    PARTS: gl.constexpr, CODING: gl.constexpr, FORM: gl.constexpr, BEGIN: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """What a turn reads of 16 rows from BEGIN + first on; in the place of those past LAST, that one."""
     WHOLE: gl.constexpr = K % (WARPS * _STEP) == 0
@@ -329,10 +358,10 @@ def _load_tile(
             b = _load_words(high, other, chunk, COUNT, K, WARPS, 3, WHOLE)
             loaded = loaded + (a, b)  # type: ignore[assignment]  # noqa: RUF005
         for part in gl.static_range(PARTS):
-            by = _load_factors(scale, both, chunks, COUNT, K, WARPS, part, 4 * PARTS, WHOLE)
+            by = _load_factors(scale, both, chunks, COUNT, K, WARPS, part, PARTS, FORM, WHOLE)
             loaded = loaded + (by,)  # type: ignore[assignment]  # noqa: RUF005
             if least is not None:
-                by = _load_factors(least, both, chunks, COUNT, K, WARPS, part, 4 * PARTS, WHOLE)
+                by = _load_factors(least, both, chunks, COUNT, K, WARPS, part, PARTS, FORM, WHOLE)
                 loaded = loaded + (by,)  # type: ignore[assignment]  # noqa: RUF005
     if coarse is not None:
         thread = gl.arange(0, 4, layout=_along(pair, 2))[None, None, :, None]
@@ -344,13 +373,13 @@ def _load_tile(
 @gluon.jit
 def _load(
     codes, high, scale, least, coarse, first, step, N: gl.constexpr, COUNT: gl.constexpr, K: gl.constexpr,
-    WARPS: gl.constexpr, PARTS: gl.constexpr, CODING: gl.constexpr,
+    WARPS: gl.constexpr, PARTS: gl.constexpr, CODING: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """What a turn reads of the matrix, in the order in which `_step` takes it."""
     loaded = ()
     for tile in gl.static_range(COUNT // N):
         loaded = loaded + _load_tile(
-            codes, high, scale, least, coarse, first, step, COUNT, K, WARPS, PARTS, CODING, tile * N, N - 1
+            codes, high, scale, least, coarse, first, step, COUNT, K, WARPS, PARTS, CODING, FORM, tile * N, N - 1
         )  # fmt: skip
     return loaded
 
@@ -390,22 +419,23 @@ def _times(loaded, low, high, BEGIN: gl.constexpr, WARPS: gl.constexpr, PARTS: g
 
 @gluon.jit
 def _scaled(
-    dot, below, product, factor, total, loaded, AT: gl.constexpr, LEAST: gl.constexpr, MIDDLE: gl.constexpr
+    dot, below, product, factor, total, loaded, AT: gl.constexpr, WARPS: gl.constexpr, FORM: gl.constexpr,
+    LEAST: gl.constexpr, MIDDLE: gl.constexpr,
 ):  # fmt: skip
     """Both sums plus those of one group of each thread."""
     product = product * factor
     if MIDDLE != 0:
         product -= total * MIDDLE
-    dot += product * _number(loaded[AT])
+    dot += product * _number(loaded[AT], FORM, WARPS)
     if LEAST:
-        below += total * _number(loaded[AT + 1])
+        below += total * _number(loaded[AT + 1], FORM, WARPS)
     return dot, below
 
 
 @gluon.jit
 def _tile(
     loaded, operands, by_group, of_group, BEGIN: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
-    CODING: gl.constexpr, LEAST: gl.constexpr, FINE: gl.constexpr, MIDDLE: gl.constexpr,
+    CODING: gl.constexpr, FORM: gl.constexpr, LEAST: gl.constexpr, FINE: gl.constexpr, MIDDLE: gl.constexpr,
 ):  # fmt: skip
     """A superblock of 16 rows times the inputs."""
     CHUNK: gl.constexpr = _each(CODING, PARTS, LEAST, FINE)[0]
@@ -419,7 +449,8 @@ def _tile(
         for part in gl.static_range(PARTS):
             dot, below = _scaled(
                 dot, below, first if part == 0 else second, by_group[half * PARTS + part],
-                of_group[half * PARTS + part], loaded, BEGIN + (half + 1) * CHUNK - PER * (PARTS - part), LEAST, MIDDLE,
+                of_group[half * PARTS + part], loaded, BEGIN + (half + 1) * CHUNK - PER * (PARTS - part), WARPS, FORM,
+                LEAST, MIDDLE,
             )  # fmt: skip
     if FINE:
         by, by_least = gl.inline_asm_elementwise(
@@ -435,8 +466,8 @@ def _tile(
 @gluon.jit
 def _step(
     loaded, acc, acc_up, bytes_of, factors, totals, step, PLACE: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr, CODING: gl.constexpr, LEAST: gl.constexpr, FINE: gl.constexpr, MIDDLE: gl.constexpr,
-    GATED: gl.constexpr,
+    PARTS: gl.constexpr, CODING: gl.constexpr, FORM: gl.constexpr, LEAST: gl.constexpr, FINE: gl.constexpr,
+    MIDDLE: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Both sums plus a superblock of every warp."""
     TILES: gl.constexpr = 2 if GATED else 1
@@ -451,11 +482,12 @@ def _step(
             by_group = by_group + (_of_group(factors, at, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
             of_group = of_group + (_of_group(totals, at, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
     acc += _tile(
-        loaded, operands, by_group, of_group, EACH * TILES * PLACE, WARPS, PARTS, CODING, LEAST, FINE, MIDDLE
+        loaded, operands, by_group, of_group, EACH * TILES * PLACE, WARPS, PARTS, CODING, FORM, LEAST, FINE, MIDDLE
     )  # fmt: skip
     if GATED:
         acc_up += _tile(
-            loaded, operands, by_group, of_group, EACH * (TILES * PLACE + 1), WARPS, PARTS, CODING, LEAST, FINE, MIDDLE
+            loaded, operands, by_group, of_group, EACH * (TILES * PLACE + 1), WARPS, PARTS, CODING, FORM, LEAST, FINE,
+            MIDDLE,
         )  # fmt: skip
     return acc, acc_up
 
@@ -469,9 +501,9 @@ def _put_sums(parts, acc):
 @gluon.jit
 def _few_blocks_kernel(
     x, gains, codes, high, scale, least, coarse, bias, stream, out, eps, offset,
-    N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, MIDDLE: gl.constexpr,
-    NORM: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr,
-    AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODING: gl.constexpr, FORM: gl.constexpr,
+    MIDDLE: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+    WARPS: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """grid (columns / 16,). out [N] = f(norm(x) weight' + bias) or stream + .. ; GATED: gate rows, then up rows."""
     kind: gl.constexpr = x.dtype.element_ty
@@ -503,7 +535,7 @@ def _few_blocks_kernel(
     loaded = ()
     for place in gl.static_range(LOADED):
         loaded = loaded + _load(
-            codes, high, scale, least, coarse, first, place, N, COUNT, K, WARPS, PARTS, CODING
+            codes, high, scale, least, coarse, first, place, N, COUNT, K, WARPS, PARTS, CODING, FORM
         )  # fmt: skip
     by = _gains(gains, K, SLAB, WARPS, NORM)
     if EARLY:
@@ -519,17 +551,17 @@ def _few_blocks_kernel(
         after = ()
         for place in gl.static_range(LOADED):
             acc, acc_up = _step(
-                loaded, acc, acc_up, bytes_of, factors, totals, step + place, place, WARPS, PARTS, CODING, LEAST, FINE,
-                MIDDLE, GATED,
+                loaded, acc, acc_up, bytes_of, factors, totals, step + place, place, WARPS, PARTS, CODING, FORM, LEAST,
+                FINE, MIDDLE, GATED,
             )  # fmt: skip
             after = after + _load(
-                codes, high, scale, least, coarse, first, step + place + LOADED, N, COUNT, K, WARPS, PARTS, CODING
+                codes, high, scale, least, coarse, first, step + place + LOADED, N, COUNT, K, WARPS, PARTS, CODING, FORM
             )  # fmt: skip
         loaded = after
     for place in gl.static_range(LOADED):
         acc, acc_up = _step(
-            loaded, acc, acc_up, bytes_of, factors, totals, STEPS - LOADED + place, place, WARPS, PARTS, CODING, LEAST,
-            FINE, MIDDLE, GATED,
+            loaded, acc, acc_up, bytes_of, factors, totals, STEPS - LOADED + place, place, WARPS, PARTS, CODING, FORM,
+            LEAST, FINE, MIDDLE, GATED,
         )  # fmt: skip
     _put_sums(sums, acc)
     if GATED:
@@ -564,7 +596,7 @@ def fits_weight(weight: CodedWeight) -> bool:
         and weight.chunk == 128
         and weight.zero is None
         and weight.scale.dtype in _SCALES
-        and (weight.least is None or weight.least.dtype in _SCALES)
+        and (weight.least is None or weight.least.dtype is weight.scale.dtype)
         and weight.rows * weight.width < 1 << 31
         and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in weight.tensors().values())
     )
@@ -606,10 +638,11 @@ def few_blocks_linear(
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
     middle = CENTRES[weight.kind] if weight.least is None else weight.middle
     _few_blocks_kernel[(-(-n // 16),)](
-        x, rule.weight, _words(weight.codes), _words(weight.high), weight.scale, weight.least, _words(weight.coarse),
-        bias, stream, out, rule.eps, rule.offset, N=n, K=k, GROUP=weight.group, CODING=_KINDS.index(weight.kind),
-        MIDDLE=middle, NORM=kind, GATED=gated, BIAS=bias is not None, ADD=stream is not None, WARPS=config.warps,
-        AHEAD=config.ahead, EARLY=early, num_warps=config.warps, maxnreg=config.registers,
+        x, rule.weight, _words(weight.codes), _words(weight.high), _words(weight.scale), _words(weight.least),
+        _words(weight.coarse), bias, stream, out, rule.eps, rule.offset, N=n, K=k, GROUP=weight.group,
+        CODING=_KINDS.index(weight.kind), FORM=_SCALES.index(weight.scale.dtype), MIDDLE=middle, NORM=kind,
+        GATED=gated, BIAS=bias is not None, ADD=stream is not None, WARPS=config.warps, AHEAD=config.ahead,
+        EARLY=early, num_warps=config.warps, maxnreg=config.registers,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
