@@ -11,7 +11,7 @@ from quire.loader.online import coder_of
 from quire.models.blocks import Few, InParts
 from quire.models.build import build_model
 from quire.ops.coded import CodedWeight, coded_linear, quantize_rows
-from quire.ops.few import few_rows, linear_add, norm_linear, part_rows
+from quire.ops.few import few_rows, linear_add, norm_linear, norm_linears, part_rows
 from quire.ops.op import Kernels
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows, rounded_linear, rounded_parts, rounded_rows
@@ -135,7 +135,8 @@ def test_the_output_of_attention_knows_what_the_next_matmul_reads(name):
 
     def noted(op):
         def run(*args):
-            (matrix,) = (arg for arg in args[:4] if isinstance(arg, CodedWeight))
+            parts = args[2] if op is norm_linears else args[:4]
+            (matrix,) = (part for part in parts if isinstance(part, CodedWeight))
             calls.append((op, matrix, args[4] if op is linear_add and len(args) > 4 else None))
             return op.reference(*args)
 
@@ -144,6 +145,7 @@ def test_the_output_of_attention_knows_what_the_next_matmul_reads(name):
     with (
         replaced(few_rows, "cpu", lambda width, dtype, matrices: TOKENS),
         replaced(norm_linear, "cpu", noted(norm_linear)),
+        replaced(norm_linears, "cpu", noted(norm_linears)),
         replaced(linear_add, "cpu", noted(linear_add)),
     ):
         model = coded(name, "fp8")
