@@ -57,7 +57,7 @@ READS = {  # numbers for an op that does more: only in steps without a veto
     "layers/mla.py": {"LatentAttention._carry"},
     "models/blocks.py": {"Few.__call__", "Few.matrices", "Few.rows", "InParts.__call__", "Rounding.__call__",
                          "_weights"},
-}
+}  # fmt: skip
 OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes, or decode the numbers of a file
     "layers/attention.py": {"Attention.prep"},
     "layers/audio_stem.py": {"Convolution.__init__", "Convolution.forward", "Convolution.slots"},

@@ -50,6 +50,7 @@ from quire.ops.triton import (
 )  # fmt: skip
 from tests.coded_cases import Made, check, normal, weight_of
 from tests.coded_expert_cases import as_mx, make_codes, sorted_pairs, summed
+from tests.few_block_cases import FEW_BLOCKS, of_numbers, row_and_rest
 from tests.fused_cases import Draw
 from tests.gguf_blocks import TYPES, numbers_of, raw_blocks
 from tests.gguf_blocks import weight_of as block_weight
@@ -798,17 +799,15 @@ def empty_blocks(name, rows, width):
     return weight._replace(rows=rows, codes=codes, **chunked)
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("Q4_K", "up"), ("Q4_K", "down"), ("Q6_K", "qkv"), ("Q6_K", "widest"), ("Q8_0", "up"), ("Q5_K", "up"),
-     ("Q5_1", "odd")],
+    ("name", "shape", "half"),
+    [("Q4_K", "up", torch.bfloat16), ("Q4_K", "down", torch.bfloat16), ("Q6_K", "qkv", torch.bfloat16),
+     ("Q6_K", "qkv", torch.float16), ("Q6_K", "widest", torch.bfloat16), ("Q8_0", "up", torch.bfloat16),
+     ("Q5_K", "up", torch.bfloat16), ("Q5_1", "odd", torch.bfloat16)],
 )  # fmt: skip
 def test_one_row_of_blocks(few_blocks, monkeypatch, name, shape, half):
     """Codes go from memory to registers and stay there, and begin to before the previous kernel ends; nothing is
     exchanged between warps while the matrix is read."""
-    if half is torch.float16 and shape != "qkv":
-        pytest.skip("as of bfloat16")
     n, k, mode = {"qkv": (6144, 4096, "norm"), "up": (12288, 4096, "gated"), "down": (4096, 12288, "add"),
                   "widest": (8192, 28672, "add"), "odd": (100, 2560, "gated")}[shape]  # fmt: skip
     kernel = OnlyCompiled(few_blocks._few_blocks_kernel.kernel)
@@ -830,7 +829,7 @@ def test_one_row_of_blocks(few_blocks, monkeypatch, name, shape, half):
 
 # Every type once; with them sizes, roundings and what is fused: rows (of a gate and beside it), columns, warps, turns
 # that are ahead. 2560 columns are no whole turns of four warps, and 256 only one warp's.
-FEW_BLOCKS = {
+RUN = {
     "Q4_K": (40, 2560, (4, 1), "norm", HALF), "Q5_K": (33, 256, (4, 1), "bias", HALF),
     "Q6_K": (50, 1024, (4, 1), "gated", HALF), "Q8_0": (16, 4096, (4, 2), "plain", HALF),
     "Q4_0": (24, 2048, (8, 1), "add", "*fp16"), "Q4_1": (16, 4096, (2, 4), "wide", HALF),
@@ -839,34 +838,11 @@ FEW_BLOCKS = {
 }  # fmt: skip
 
 
-def row_and_rest(rows, width, mode, half):
-    """An input, and what is fused around it."""
-    draw = partial(normal, dtype=half)
-    x = draw(1, width)
-    x[0, 7] = 40  # numbers of one group far apart
-    rule = NormRule(1 + 0.3 * draw(width, seed=3), 1e-6, 0.0, False)
-    return x, {
-        "plain": {}, "bias": {"bias": draw(rows, seed=4)}, "norm": {"norm": rule},
-        "add": {"bias": draw(rows, seed=4), "stream": draw(1, rows, seed=2)},
-        "wide": {"norm": rule._replace(offset=1.0, wide=True)},
-        "gated": {"norm": rule, "gated": True, "bias": draw(rows, seed=4)},
-    }[mode]  # fmt: skip
-
-
-def of_numbers(x, numbers, *, norm=None, gated=False, bias=None, stream=None):
-    """The same by the references, in float32."""
-    bias = None if bias is None else bias.float()
-    if norm is None:
-        return linear_add(x.float(), numbers, bias, None if stream is None else stream.float())
-    rule = norm._replace(weight=norm.weight.float())
-    return norm_linear(x.float(), rule, numbers, bias, act_ops.GATED["silu"].reference if gated else None)
-
-
-@pytest.mark.parametrize("name", FEW_BLOCKS)
+@pytest.mark.parametrize("name", RUN)
 def test_compiled_matmuls_of_one_row_of_blocks_are_right(few_blocks, name):
     """In the layouts of the compiled kernel, whose instructions numpy runs; against the numbers that the gguf package
     reads from the blocks. Nothing is read or written outside of the tensors."""
-    rows, width, config, mode, kind = FEW_BLOCKS[name]
+    rows, width, config, mode, kind = RUN[name]
     weight, half = block_weight(name, rows, width), {HALF: torch.bfloat16, "*fp16": torch.float16}[kind]
     x, given = row_and_rest(rows, width, mode, half)
     assert few_blocks.fits(x, weight)
@@ -879,7 +855,9 @@ def test_compiled_matmuls_of_one_row_of_blocks_are_right(few_blocks, name):
 
 def test_every_type_that_one_row_has_a_kernel_for_is_among_those():
     few_blocks = pytest.importorskip("quire.ops.triton.few_blocks")
-    assert {name for name in TYPES if few_blocks.fits_weight(block_weight(name, 16, 256))} == set(FEW_BLOCKS)
+    assert (
+        {name for name in TYPES if few_blocks.fits_weight(block_weight(name, 16, 256))} == set(FEW_BLOCKS) == set(RUN)
+    )
 
 
 def test_only_weights_are_read_before_the_kernel_waits(few_blocks):
@@ -887,9 +865,7 @@ def test_only_weights_are_read_before_the_kernel_waits(few_blocks):
     rows, width = 50, 1024
     x, given = row_and_rest(rows, width, "gated", torch.bfloat16)
     weight = block_weight("Q6_K", rows, width)
-    few_blocks.few_blocks_linear(
-        x, weight, **given, config=few_blocks.FewBlocksConfig(4, 1, 168), early=True
-    )
+    few_blocks.few_blocks_linear(x, weight, **given, config=few_blocks.FewBlocksConfig(4, 1, 168), early=True)
     kernel = few_blocks._few_blocks_kernel
     code, labels = parse(kernel.made.asm["ptx"])
     (wait,) = [place for place, line in enumerate(code) if line.startswith("griddepcontrol.wait")]
