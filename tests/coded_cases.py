@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.ops.act import GATED
 from quire.ops.coded import CodedWeight, chunk_of, is_packed, pack_halves
-from quire.ops.few import NormRule, linear_add, norm_linear
+from quire.ops.few import NormRule, linear_add, norm_linear, norm_linears
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows, RowCode
 
@@ -95,7 +95,7 @@ def check_few(name: str, rows: int, device: str, dtype: torch.dtype, *, early: b
 
 
 def check_few_forms(forms: ModuleType, x: Tensor, weight: CodedWeight, *, early: bool = False) -> None:
-    """Every use of `norm_linear` and `linear_add`: norms before, an activation or an addition after the matmul."""
+    """Every use of `norm_linear`, `norm_linears` and `linear_add`: norms before, an activation or an addition after the matmul."""
     from quire.ops.triton import act  # as above
 
     rows, dtype, device = x.shape[0], x.dtype, str(x.device)
@@ -109,6 +109,11 @@ def check_few_forms(forms: ModuleType, x: Tensor, weight: CodedWeight, *, early:
         for norm in (rule, wide):
             with nullcontext() if is_right else pytest.raises(AssertionError):
                 check(forms.norm_linear(x, norm, right, bias, **known), norm_linear(x, norm, weight, bias), 1e-2)
+        for parts in ([right], [right, weight]):
+            added = bias.repeat(len(parts))
+            with nullcontext() if is_right else pytest.raises(AssertionError):
+                found = forms.norm_linears(x, rule, parts, added, early=early)
+                check(found, norm_linears(x, rule, [weight] * len(parts), added), 1e-2)
         for added in (None, bias):
             with nullcontext() if is_right else pytest.raises(AssertionError):
                 found = forms.linear_add(x, right, added, stream, early=early)

@@ -299,12 +299,11 @@ def norm_linear(
 
 
 def norm_linears(
-    x: Tensor, norm: NormRule, weights: Sequence[Tensor | CodedWeight], bias: Tensor | None, *,
-    codes: Mapping[Callable, int], early: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor, norm: NormRule, weights: Sequence[Tensor | CodedWeight], bias: Tensor | None, *, early: bool = False
+) -> Tensor:
     if len(weights) == 1:
-        return norm_linear(x, norm, weights[0], bias, codes=codes, early=early)
-    y = torch.cat([norm_linear(x, norm, weight, None, codes=codes, early=early) for weight in weights], -1)
+        return few_linear(x, weights[0], bias, norm=norm, early=early)
+    y = torch.cat([few_linear(x, weight, norm=norm, early=early) for weight in weights], -1)
     return y if bias is None else y + bias
 
 

@@ -3,8 +3,8 @@
 A program has 16 rows of the matrix, or 16 of a gate and the 16 beside them; its warps share K in superblocks of 256
 columns. Codes go from memory straight to registers, 16 bytes a thread, and are, as bytes, the left operand of an `mma`
 of whole numbers. The row, normalized where a norm comes first, is staged in shared memory as whole numbers of 16 bits,
-each group of columns times a power of two of its own: exact where a number of bfloat16 is not below 2^-7 of the largest
-of its group, and to 2^-15 of that elsewhere.
+each group of columns times a power of two of its own: exact where a number of bfloat16 is not below 2^-6 of the largest
+of its group, and to 2^-14 of that elsewhere. An infinite input, or a group whose sum is, makes all results NaN.
 
 The four threads that have a row of the matrix have other groups of it, and one `mma` multiplies all four: its eight
 columns are the upper and the lower bytes of the inputs of four groups, zero wherever a column meets the codes of
@@ -15,6 +15,9 @@ Sums start as 1.5 * 2^23 in the bits of float32, so that no instruction converts
             16      thread t has groups t and 4 + t
 
 Codes of 4 bits in the upper halves of bytes are multiplied as 16 times what they are; the inputs make up for it.
+
+With `early` a program starts while the previous kernel still runs, and loads its first turns of the matrix, and the
+gains of the norm, before it waits. Not used in batch-invariant mode: other numbers of rows have other kernels.
 
 Floor: the bytes of the blocks at 4.3 TB/s. 24576 x 4096 of Q4_K: 58 MB, 14 us.
 Needs: K a multiple of 256; groups of 16 or 32; scales of 8 or 16 bits; whole numbers as codes.

@@ -142,7 +142,7 @@ def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     """Forms for a few rows; not used if results must not depend on the number of rows."""
     table.form(few_ops.few_rows, _free)(few.few_rows)
     table.form(few_ops.norm_linear, _free)(partial(few.norm_linear, codes=codes, early=early))
-    table.form(few_ops.norm_linears, _free)(partial(few.norm_linears, codes=codes, early=early))
+    table.form(few_ops.norm_linears, _free)(partial(few.norm_linears, early=early))
     table.form(few_ops.linear_add, _free)(partial(few.linear_add, early=early))
     table.form(few_ops.norm_router, _free)(partial(few.norm_router, early=early))
     table.form(few_ops.sum_parts)(partial(parts.sum_parts, early=early))
