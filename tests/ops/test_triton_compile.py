@@ -823,7 +823,10 @@ def test_one_row_of_blocks(few_blocks, monkeypatch, name, shape, half):
     assert len(re.findall(r"ld\.global\.v4", before)) >= 4  # 16 bytes a thread, row and chunk
     matmul = after[after.index("mma.sync") : after.rindex("mma.sync")]
     assert "bar.sync" not in matmul and "st.shared" not in matmul and "cvt.rn" not in matmul
-    assert "bar.sync" in after[after.index("st.shared") : after.index("mma.sync")]
+    for part in (after[: after.index("mma.sync")], after[after.rindex("mma.sync") :]):  # of the row, of warps' sums
+        stores, loads = ([found.start() for found in re.finditer(pattern, part)] for pattern in
+                         (r"st\.shared", r"ld\.shared|ldmatrix"))  # fmt: skip
+        assert "bar.sync" in part[max(stores) : max(loads)]
     assert kernel.made.metadata.shared <= (24 << 10 if k <= 4096 else 80 << 10)
 
 
