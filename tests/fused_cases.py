@@ -153,9 +153,9 @@ def _check_route(draw, shift, tokens, experts, top_k, score, renorm, with_bias):
         assert torch.equal(mine, its)
 
 
-def check_sort(device, tokens, top_k, experts, bm, seed=0):
+def check_sort(device, tokens, top_k, experts, bm, seed=0, config=None):
     index = Draw(seed, device).whole(0, experts, tokens, top_k, dtype=torch.int32)
-    tiles = moe.sort_pairs(index, experts, bm)
+    tiles = moe.sort_pairs(index, experts, bm, config=config)
     flat = index.flatten().long().cpu()
     assert torch.equal(tiles.order.long().cpu(), flat.argsort(stable=True))
     counts = torch.bincount(flat, minlength=experts)

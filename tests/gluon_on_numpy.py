@@ -45,10 +45,16 @@ def _converted(values, dtype):
     return block(np.asarray(values).astype({"fp32": np.float32, "int64": np.int64, "int32": np.int32}[name]))
 
 
+class Kind(str):
+    @property
+    def primitive_bitwidth(self):
+        return 16 if self == "bf16" else 32
+
+
 class Pointer:
     def __init__(self, tensor: torch.Tensor, at=0):
         self.tensor, self.at = tensor, np.asarray(at)
-        self.dtype = SimpleNamespace(element_ty="bf16" if tensor.dtype is torch.bfloat16 else "fp32")
+        self.dtype = SimpleNamespace(element_ty=Kind("bf16" if tensor.dtype is torch.bfloat16 else "fp32"))
 
     def __add__(self, more):
         return Pointer(self.tensor, self.at + np.asarray(more))
@@ -71,6 +77,19 @@ class Pointer:
         )
 
 
+class Descriptor:
+    """Of a matrix, for loads of tiles by TMA: zeros past its end."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.array, self.dtype = tensor.float().numpy(), None
+
+    def copy(self, at, to):
+        row, column = (int(i) for i in at)
+        height, width = to.shape
+        piece = self.array[row : row + height, column : column + width]
+        to.array[...] = np.pad(piece, ((0, height - piece.shape[0]), (0, width - piece.shape[1])))
+
+
 class Shared:
     def __init__(self, array):
         self.array, self.shape = array, array.shape
@@ -79,7 +98,7 @@ class Shared:
         return Shared(self.array[int(i)])
 
     def slice(self, start, size, dim):
-        return Shared(np.take(self.array, range(start, start + size), dim))
+        return Shared(self.array[(slice(None),) * dim + (slice(start, start + size),)])
 
     def permute(self, order):
         return Shared(self.array.transpose(order))
@@ -144,8 +163,30 @@ def _run(text: str, registers: dict[str, np.ndarray], shape) -> None:
             raise NotImplementedError(line)
 
 
+_ON_FLOATS = {
+    "mul.f32": np.multiply, "add.f32": np.add, "ex2.approx.ftz.f32": np.exp2,
+    "rcp.approx.ftz.f32": lambda x: np.float32(1) / x,
+}  # fmt: skip
+
+
+def _run_on_floats(text: str, registers: dict[str, np.ndarray]) -> None:
+    """As `_run`, on registers of float32."""
+    for line in text.splitlines():
+        found = re.fullmatch(r"\s*([\w.]+) (.*);\s*", line)
+        if not found or found[1] == ".reg":
+            assert found or line.strip() in ("{", "}", ""), line
+            continue
+        to, *given = (part.strip() for part in found[2].split(","))
+        values = [registers[x] if x in registers else np.uint32(int(x[2:], 16)).view(np.float32) for x in given]
+        registers[to] = _ON_FLOATS[found[1]](*values)
+
+
 def inline_asm_elementwise(text, constraints, args, *, dtype, is_pure, pack):
-    """Of int32, to bfloat16."""
+    """Of int32, to bfloat16; or of float32."""
+    if constraints == "=f,f":
+        registers = {"$1": np.asarray(args[0], np.float32)}
+        _run_on_floats(text, registers)
+        return block(registers["$0"])
     args = [np.asarray(arg).astype(np.int64).astype(np.uint32) for arg in np.broadcast_arrays(*args)]
     shape = args[0].shape
     assert is_pure and shape[-1] % pack == 0 and all(str(kind) in ("bf16", "bfloat16") for kind in dtype)
@@ -167,7 +208,18 @@ def inline_asm_elementwise(text, constraints, args, *, dtype, is_pure, pack):
 
 
 def _multiplied(left, right, acc, *, is_async):
+    left = left.array if isinstance(left, Shared) else left
     return block(acc + (np.asarray(left, np.float64) @ np.asarray(right.array, np.float64)).astype(np.float32))
+
+
+def _waited(num, *, deps):
+    return deps if len(deps) > 1 else deps[0]
+
+
+_BARRIERS = SimpleNamespace(  # copies are over at once
+    MBarrierLayout=lambda: None, init=lambda at, count: None, expect=lambda at, size: None,
+    wait=lambda at, phase: None, invalidate=lambda at: None,
+)  # fmt: skip
 
 
 def _copied(to, source, mask):
@@ -187,6 +239,8 @@ def _language(program):
         allocate_shared_memory=lambda dtype, shape, kind: Shared(np.full(shape, np.nan, np.float32)),
         NVMMADistributedLayout=layout, NVMMASharedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout,
         SliceLayout=layout, float32="fp32", int64="int64", int32="int32", bfloat16="bf16",
+        num_warps=lambda: 8, assume=lambda _: None, reshape=lambda x, shape: x.reshape(shape),
+        permute=lambda x, order: x.transpose(order),
     )  # fmt: skip
 
 
@@ -207,8 +261,10 @@ def runner(module, name: str):
         for program in itertools.product(*map(range, grid)):
             scope = {key: _plain(value) for key, value in names.items()}
             scope |= {
-                "gl": _language(program), "warpgroup_mma": _multiplied, "warpgroup_mma_wait": lambda n, deps: deps,
-                "fence_async_shared": lambda: None, "_synchronize": lambda: None,
+                "gl": _language(program), "warpgroup_mma": _multiplied, "warpgroup_mma_wait": _waited,
+                "fence_async_shared": lambda: None, "_synchronize": lambda: None, "mbarrier": _BARRIERS,
+                "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
+                "load_tile": lambda source, at, barrier, to: source.copy(at, to),
                 "_copy": _copied, "async_copy": SimpleNamespace(commit_group=lambda: None, wait_group=lambda n: None),
             }  # fmt: skip
             for key, value in list(scope.items()):

@@ -118,7 +118,9 @@ class DraftLengths:
         self._first: dict[int, Rate] = {}  # by evidence: the first token of a proposal
         self._later: dict[int, Rate] = {}  # each further one, if those before it were right
         self._rows: dict[str, _RowRecord] = {}
-        self._open: set[str] = set()  # rows with a proposal that is to be compared with what they say
+        # rows with a proposal that is to be compared with what they say, in the order in which they got it: rates go by
+        # what was seen last, and ranks must come to the same ones
+        self._open: dict[str, None] = {}
 
     def most(self, num_rows: int) -> int:
         """Drafts per row in a step of so many rows, whatever they are worth."""
@@ -128,7 +130,7 @@ class DraftLengths:
 
     def end(self, request_id: str) -> None:
         self._rows.pop(request_id, None)
-        self._open.discard(request_id)
+        self._open.pop(request_id, None)
 
     def observe_all(self, sampled: Mapping[str, Sequence[int]]) -> None:
         """What rows have sampled after their last proposals. Most rows have none where drafts are not worth it."""
@@ -149,7 +151,7 @@ class DraftLengths:
         if record.compared is not None:
             self._compare(record, record.compared, token_ids)
         if record.compared is None:
-            self._open.discard(request_id)
+            self._open.pop(request_id, None)
 
     def _compare(self, record: _RowRecord, compared: Proposal, token_ids: Sequence[int]) -> None:
         expected, at = compared.token_ids, record.at
@@ -188,7 +190,7 @@ class DraftLengths:
             if record is None:
                 record = self._rows[name] = _RowRecord()
             record.latest = proposal
-            self._open.add(name)
+            self._open[name] = None
             record.expected = self._first_rate(proposal.evidence)
             value = min(_MOST_LIKELY, record.expected * record.hits / record.weight)
             later = self._later_rate(proposal.evidence)

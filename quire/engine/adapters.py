@@ -187,7 +187,16 @@ class EngineAdapters:
             done.append(read)
             if len(done) == len(by_rank):
                 del self._reads[read.serial]
-                yield next((one for one in done if one.error is not None), read)
+                yield next((one for one in done if one.error is not None), self._alike(done))
+
+    def _alike(self, done: list[AdapterRead]) -> AdapterRead:
+        """What all ranks have read: the same, which on several machines may not be so. Ranks with other weights would
+        have other layers changed, and other steps captured."""
+        if len({read.digest for read in done}) == 1:
+            return done[0]
+        adapter = self.slots.by_serial.get(done[0].serial)
+        which = "an adapter" if adapter is None else f"LoRA adapter {adapter.name!r} in {adapter.path}"
+        return AdapterRead(serial=done[0].serial, error=f"{which} is not the same for all ranks of the engine")
 
 
 def media_adapters(folders: Mapping[str, str] | None) -> dict[str, LoRARequest]:

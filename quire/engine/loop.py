@@ -22,7 +22,15 @@ from quire.engine.control import Later, answer, run_verb
 from quire.engine.pulse import Pulse
 from quire.executor.base import Executor, PendingResult, StepwiseExecutor, WatchedExecutor, WorkerProtocol
 from quire.sched.gates import Hold
-from quire.schema.errors import EngineDeadError, InputError, OverloadedError, QuireError, kind_of
+from quire.schema.errors import (
+    EngineDeadError,
+    InputError,
+    OverloadedError,
+    QuireError,
+    kind_of,
+    message_of,
+    rebuild_error,
+)
 from quire.schema.messages import (
     Abort,
     ControlCall,
@@ -79,7 +87,7 @@ class EngineLoop:
         self._began = 0.0  # when the device began the oldest step under way, as far as is known
         self._step_times = StepTimes()
         self._leads = Lead(), Lead()  # of decodes, and of steps with prompts
-        self._live: set[str] = set()  # requests whose end has not been reported
+        self._live: dict[str, None] = {}  # requests whose end has not been reported, as they came: so they are aborted
         self._deferred: dict[str, EngineRequest] = {}  # came in while paused
         self._news: list[EngineOutput] = []
         self._waiting: list[tuple[int, Later]] = []  # verbs whose answer must wait
@@ -90,8 +98,10 @@ class EngineLoop:
         self.charge: Charge | None = None  # for collect_detailed_traces
         self._plan_seconds = 0.0
         self._stalled = 0
-        self._is_in_step = isinstance(executor, StepwiseExecutor)  # nothing may depend on time
-        self._has_leftovers = not self._is_in_step and lockstep is None  # as far as is known
+        self._ranks = executor if isinstance(executor, StepwiseExecutor) else None  # not None: nothing may go by time
+        self._refused: dict[str, QuireError] = {}  # where there are such ranks: by this one, and not told yet
+        self._has_new_grammars = False  # since they last agreed on those
+        self._has_leftovers = self._ranks is None and lockstep is None  # as far as is known
 
     @property
     def busy(self) -> bool:
@@ -115,7 +125,7 @@ class EngineLoop:
             if request.lora_name is not None:
                 request = self._with_adapter(request)
             self.scheduler.add(request)
-            self._live.add(request.request_id)
+            self._live[request.request_id] = None
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
@@ -133,11 +143,18 @@ class EngineLoop:
         if self.masks is None:
             raise RuntimeError(f"request {request.request_id!r} is constrained, and this loop was made without masks")
         self._constrained.add(request.request_id)
+        self._has_new_grammars = True
         try:
             if not self.masks.add(request):
                 self.scheduler.hold(request.request_id, Hold.GRAMMAR)
         except QuireError as refused:
-            self._fail(request.request_id, refused)
+            self._refuse(request.request_id, refused)
+
+    def _refuse(self, request_id: str, error: QuireError) -> None:
+        if self._ranks is None:
+            self._fail(request_id, error)
+        else:
+            self._refused[request_id] = error
 
     def _fail(self, request_id: str, error: QuireError) -> None:
         outputs = self.scheduler.fail(request_id, str(error))
@@ -189,8 +206,8 @@ class EngineLoop:
         began = now()
         if self._constrained:
             self._take_compiled()
-            while self._is_in_step and self.masks is not None and self.masks.compiling:
-                self._take_compiled()  # other ranks cannot know how far this one is
+        if self._ranks is not None and self._has_new_grammars:
+            self._agree_on_grammars(self._ranks)
         if self.adapters is not None and self.adapters.is_busy:
             self._take_adapters(self.adapters)
         plan = self.scheduler.plan()
@@ -275,7 +292,7 @@ class EngineLoop:
         self._news.extend(outputs)
         for output in outputs:
             if output.finish_reason is not None:
-                self._live.discard(output.request_id)
+                self._live.pop(output.request_id, None)
                 if self.masks is not None and output.request_id in self._constrained:
                     self._constrained.remove(output.request_id)
                     self.masks.drop(output.request_id)
@@ -299,13 +316,25 @@ class EngineLoop:
         if not self.masks.compiling:
             return
         idle = not self._flying and not self._news and self.scheduler.num_running == 0
-        if idle or self._is_in_step:
+        if idle or self._ranks is not None:
             self.masks.wait(_COMPILE_WAIT)  # rather than turn in vain
             self._stalled = 0
         for request_id, refused in self.masks.poll():
             self.scheduler.release(request_id, Hold.GRAMMAR)
             if refused is not None:
-                self._fail(request_id, refused)
+                self._refuse(request_id, refused)
+
+    def _agree_on_grammars(self, ranks: StepwiseExecutor) -> None:
+        """Wait for all that are compiled, since other ranks cannot know how far this one is. What one of them refuses
+        (a limit of time, memory or its queue) all refuse."""
+        while self.masks is not None and self.masks.compiling:
+            self._take_compiled()
+        own = {name: (kind_of(error), message_of(error)) for name, error in self._refused.items()}
+        self._refused, self._has_new_grammars = {}, False
+        for refusals in ranks.gather(msgspec.msgpack.encode(own)):
+            for name, (kind, message) in msgspec.msgpack.decode(refusals, type=dict[str, tuple[str, str]]).items():
+                error = rebuild_error(kind, message)
+                self._fail(name, error if isinstance(error, QuireError) else QuireError(message))
 
     def _take_adapters(self, adapters: EngineAdapters) -> None:
         """Begin to read what requests wait for, and note what was read; requests whose adapter cannot be read fail."""

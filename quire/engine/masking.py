@@ -30,14 +30,18 @@ _CONTINUED = 1 << 14  # the same for a prompt that ends within an answer
 _KNOWN = 1 << 16  # tokens whose text is remembered
 
 
-def make_masks(config: EngineConfig, vocab_size: int) -> Masks:
+def make_masks(config: EngineConfig, vocab_size: int, *, ends_slow: bool = True) -> Masks:
+    """`ends_slow`: as of Masks."""
     options = config.structured_outputs_config
     limits = CompileLimits(seconds=options.compile_timeout, num_workers=options.compile_workers)
     words = _Words(config, vocab_size)
     thinks = config.thinks
     if thinks:
         threading.Thread(target=words.get_ready, name="thoughts", daemon=True).start()
-    return Masks(words.vocabulary, limits=limits, watch=words.thought if thinks else None, vocab_size=vocab_size)
+    return Masks(
+        words.vocabulary, limits=limits, watch=words.thought if thinks else None, vocab_size=vocab_size,
+        ends_slow=ends_slow,
+    )  # fmt: skip
 
 
 class _Words:

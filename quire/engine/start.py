@@ -18,7 +18,14 @@ from quire.engine.charge import Charge
 from quire.engine.loop import EngineLoop
 from quire.engine.masking import make_masks
 from quire.engine.pulse import Pulse
-from quire.executor.base import Executor, WorkerProtocol, least_by_stage, make_executor, one_model
+from quire.executor.base import (
+    Executor,
+    StepwiseExecutor,
+    WorkerProtocol,
+    least_by_stage,
+    make_executor,
+    one_model,
+)
 from quire.sched.kv_layout import fit_length, place
 from quire.sched.scheduler import Scheduler
 from quire.schema.errors import ConfigError
@@ -89,7 +96,7 @@ def start_engine(
         pid=os.getpid(),
     )
     log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], _told(phases), layout.num_blocks)
-    masks = make_masks(config, info.vocab_size)
+    masks = make_masks(config, info.vocab_size, ends_slow=not isinstance(executor, StepwiseExecutor))
     slots = scheduler.planner.adapters
     adapters = None if slots is None else EngineAdapters(executor, slots)
     loop = EngineLoop(

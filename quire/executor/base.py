@@ -119,7 +119,8 @@ class WatchedExecutor(Protocol):
 class StepwiseExecutor(Protocol):
     """An executor whose ranks have a loop each, all of which must plan the same steps."""
 
-    is_in_step: bool
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each rank says, by rank; all have to say something at the same point."""
 
 
 BACKENDS = registry.Registry(

@@ -4,7 +4,7 @@ has an engine of its own in its process.
 All ranks are given the same requests in the same order, plan the same steps, and meet in the sums of a forward pass; so
 each of them has every answer, and nothing is sent around but what the last stage of a pipeline found, which the stages
 before it need to go on. What would make plans differ is agreed upon (how much KV there is) or waited for
-(`is_in_step`: grammars); a program that gives its ranks different requests is told so at the step in which they join.
+(grammars: engine/loop.py); a program that gives its ranks different requests is told so at the step in which they join.
 Must not know: tensors, or how ranks reach each other.
 """
 
@@ -19,6 +19,7 @@ import msgspec
 
 from quire.base import env, registry
 from quire.config.engine import replace
+from quire.executor.alike import difference, statement
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.executor.inproc import InProcessExecutor, no_worker
 from quire.schema.errors import ConfigError, EngineDeadError
@@ -50,8 +51,6 @@ class _FromLastStage:
 class LaunchedExecutor(InProcessExecutor):
     """This rank's worker, in step with those of the others."""
 
-    is_in_step = True
-
     def __init__(self, config: EngineConfig) -> None:
         parallel = config.parallel_config
         size = parallel.world_size
@@ -61,6 +60,7 @@ class LaunchedExecutor(InProcessExecutor):
         self._worker: WorkerProtocol | None = registry.load(WORKER)(
             config, rank=rank, num_workers=size, meeting=LAUNCHED
         )
+        self._check_alike()
         self._is_last = rank >= size - size // self._stages
         self.forward = self.sample = no_worker
 
@@ -81,9 +81,18 @@ class LaunchedExecutor(InProcessExecutor):
 
     def _of_all(self, verb: Callable[..., Answer], own: Answer) -> list[Answer]:
         """What every rank answers, by rank."""
-        answers: list[bytes] = resolve_verb("gather_bytes")(self.worker, msgspec.msgpack.encode(own))
         kind = get_type_hints(verb)["return"]
-        return [msgspec.msgpack.decode(one, type=kind) for one in answers]
+        return [msgspec.msgpack.decode(one, type=kind) for one in self.gather(msgspec.msgpack.encode(own))]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        answers: list[bytes] = resolve_verb("gather_bytes")(self.worker, data)
+        return answers
+
+    def _check_alike(self) -> None:
+        answers = self.gather(msgspec.msgpack.encode(statement()))
+        statements = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in answers]
+        if why := difference(statements, lambda rank: f"rank {rank}"):
+            raise ConfigError(why, param="distributed_executor_backend", value="external_launcher")
 
     def _sample(self, step: int, mask: Mask | None) -> PendingResult:
         pending = self.worker.sample(step, mask)

@@ -35,6 +35,7 @@ from quire.base.log import logger
 from quire.base.seal import new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
 from quire.base.streams import StreamHub, StreamWire
+from quire.executor.alike import difference, statement
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.executor.beats import Activity, Pulses, StepLimit, WorkerBeat, stacks
 from quire.executor.members import SAID, Launch, WorkerBoot, on_this_host, why_dead, why_lost
@@ -68,6 +69,7 @@ class CallArguments(msgspec.Struct, frozen=True, array_like=True):
 class WorkerJoined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
     rank: int
     address: str  # of its mailbox
+    about: dict[str, str] = {}  # what it must have in common with the others (alike.py), if it may differ
 
 
 class WorkerReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
@@ -138,6 +140,7 @@ class RemoteExecutor:
         self._dead: EngineDeadError | None = None
         self._when_dead: Callable[[EngineDeadError], None] | None = None
         self._joined = [Future[None]() for _ in range(num_workers)]
+        self._about: dict[int, dict[str, str]] = {}
         self._pulses = Pulses(num_workers, env.WORKER_TIMEOUT_S.get())
         self._steps = StepLimit(env.EXECUTE_MODEL_TIMEOUT_SECONDS.get(), self._pulses.patience)
         boot = msgspec.Raw(msgspec.msgpack.encode(config))
@@ -297,6 +300,9 @@ class RemoteExecutor:
         except _UnheardError as failed:
             explained = self._explained(failed.error)
             self._die(explained if isinstance(explained, EngineDeadError) else EngineDeadError(str(failed)))
+        except Exception as broken:  # the root of a thread: without it, whoever waits would wait for ever
+            log.exception("The workers' answers cannot be read any more")
+            self._die(EngineDeadError(f"the workers' answers cannot be read any more: {broken!r}"))
 
     def _explained(self, failed: BaseException) -> BaseException:
         """What a worker answered, unless that came of another worker's death."""
@@ -316,8 +322,7 @@ class RemoteExecutor:
                 raise PeerGoneError(why)
             return
         if isinstance(message, WorkerJoined):
-            self._hub.open(str(message.rank), message.address)
-            self._joined[message.rank].set_result(None)
+            self._join(message)
             return
         error = None if message.error is None else rebuild_error(message.error_kind, message.error)
         with self._lock:
@@ -328,6 +333,14 @@ class RemoteExecutor:
             waiting.set_result(message.value)
             return
         waiting.set_exception(error)
+
+    def _join(self, message: WorkerJoined) -> None:
+        self._about[message.rank] = message.about
+        ranks = sorted(self._about)
+        if why := difference([self._about[rank] for rank in ranks], lambda place: self._name(ranks[place])):
+            raise PeerGoneError(why)
+        self._hub.open(str(message.rank), message.address)
+        self._joined[message.rank].set_result(None)
 
     def _die(self, why: EngineDeadError) -> None:
         with self._lock:
@@ -387,7 +400,11 @@ def serve_worker(place: WorkerBoot) -> int:
     if place.beat_s > 0:
         args = place.beat_s, place.step_limit_s
         threading.Thread(target=end.beat, args=args, name="signs of life", daemon=True).start()
-    wire.send(_FROM.encode(WorkerJoined(place.rank, place.mine if place.secret is None else wire.address)))
+    if place.secret is None:  # here, where all have the environment of the engine
+        joined = WorkerJoined(place.rank, place.mine)
+    else:
+        joined = WorkerJoined(place.rank, wire.address, statement())
+    wire.send(_FROM.encode(joined))
     try:
         config = msgspec.msgpack.decode(place.config, type=registry.load(place.config_type))
         worker = registry.load(place.worker)(

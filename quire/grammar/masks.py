@@ -88,13 +88,14 @@ class Masks:
         limits: CompileLimits | None = None,
         watch: Watch | None = None,
         vocab_size: int | None = None,
+        ends_slow: bool = True,
     ) -> None:
         """`watch`: whether a request's answer may start with reasoning. `vocab_size`: known before the vocabulary
-        is built."""
+        is built. `ends_slow`: a request whose masks take too long is ended."""
         self._news = threading.Event()
         self.compiler = Compiler(vocabulary, limits or CompileLimits(), self._news.set)
         self._watch = watch
-        self._vocab_size = vocab_size
+        self._vocab_size, self._ends_slow = vocab_size, ends_slow
         self._alone = False  # each mask is timed separately
         self._states: dict[str, _GrammarState] = {}
         self._pending: dict[str, GrammarSpec] = {}
@@ -261,7 +262,7 @@ class Masks:
         for i in bound:
             state = states[i]
             assert state.matcher is not None
-            if state.is_slow():
+            if self._ends_slow and state.is_slow():
                 lost.append(Lost(state.request.request_id, _SLOW, refused=True))
             elif (fault := state.matcher.fault()) is not None:
                 lost.append(

@@ -161,6 +161,7 @@ class Batch:
     through_linears: bool = False  # every matmul goes through Linear.forward: nothing may read weights past it
     only_adapters: bool = False  # .. but what adds adapters itself: they are the only reason for that
     is_captured: bool = False  # a graph's: nothing may depend on what the tensors hold now
+    only_sampled: bool = False  # a model may return the states of `logit_index` alone, in its order
 
 
 class NoAttention:

@@ -78,6 +78,7 @@ class DecoderBlock(nn.Module):
         self.whole = Whole.of(self, arch)
         is_last = self.after_mlp is None and self.scale == 1.0
         self._sums_later = is_last and isinstance(self.mlp, Moe) and self.mlp.joins  # the next norm adds experts up
+        self.is_end = False  # no layer follows: what attention leaves is needed of tokens that are sampled alone
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         if self.in_parts is not None and batch.only_adapters and x.shape[0] <= self.in_parts.adapter_rows:
@@ -90,7 +91,10 @@ class DecoderBlock(nn.Module):
             if self.rounding is not None and 0 < self.rounding.rows <= x.shape[0]:
                 return self.rounding(x, delta, batch, rotary)
         h, x = self.before_attn.add(x, delta)
-        h = self.attn(h, batch, rotary)
+        if self.is_end and batch.only_sampled and not batch.through_linears:
+            h, x = self._attend_sampled(h, batch, rotary), x.index_select(0, batch.logit_index)
+        else:
+            h = self.attn(h, batch, rotary)
         if self.after_attn is not None:
             h = self.after_attn(h)
         h, x = self.before_mlp.add(x, h if self.scale == 1.0 else h * self.scale)
@@ -100,6 +104,11 @@ class DecoderBlock(nn.Module):
         if self.after_mlp is not None:
             h = self.after_mlp(h)
         return x, h if self.scale == 1.0 else h * self.scale
+
+    def _attend_sampled(self, h: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
+        if isinstance(self.attn, Attention):
+            return self.attn.o(self.attn.attend(self.attn.qkv(h), batch, rotary).index_select(0, batch.logit_index))
+        return self.attn(h, batch, rotary).index_select(0, batch.logit_index)
 
 
 class Few:

@@ -233,6 +233,9 @@ class Decoder(nn.Module):
                                 param="pipeline_parallel_size")  # fmt: skip
         self._stretches: list[Stretch | Tap] = [*self._cut(self.stage.layers, arch.deepstack)]
         self._hooks = hooks_of(self.layers.modules())
+        last = own[-1] if own and self.stage.is_last else None
+        if type(last) is DecoderBlock and not arch.deepstack and arch.altup is None:
+            last.is_end = True
 
     def _cut(self, layers: range, deepstack: int = 0) -> list[Stretch]:
         own = [self.layers[i] for i in layers]

@@ -149,6 +149,20 @@ class ShardGroup:
         """Among the workers of all stages."""
         return self.stage * self.size + self.rank
 
+    def say(self, number: int, device: torch.device) -> list[int]:
+        """What each of these ranks says, by rank. All have to say something at the same point: what one of them alone
+        has met (memory, files, its device) must not decide what it does next. Waits for the device."""
+        if self.size == 1:
+            return [number]
+        own = torch.zeros(self.size, dtype=torch.int64, device=device)
+        own[self.rank] = number
+        numbers: list[int] = self.reduce(own).tolist()
+        return numbers
+
+    def all_say(self, yes: bool, device: torch.device) -> bool:
+        """Whether each of these ranks says yes, as `say`."""
+        return all(self.say(int(yes), device))
+
     def span(self, what: str, units: int, *, repeats: bool = False) -> Span:
         """An equal share of so many units. `repeats`: where there are fewer units than ranks, neighbours have the same
         one. ConfigError: they cannot be shared out."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from quire.base import registry
@@ -17,7 +19,9 @@ from quire.config.drafting import SpeculativeConfig
 from quire.drafting.budget import DraftBudget
 from quire.drafting.lengths import DEVICE_PROBES, PROBES, DraftLengths
 from quire.drafting.proposer import METHODS, NOTHING, ModelProposer, Proposal, Proposer
-from quire.schema.errors import ConfigError
+from quire.ops.op import Kernels
+from quire.quant.shard import ShardGroup
+from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.drafts import DraftClock, Drafts, ReadsStates
@@ -54,6 +58,22 @@ def draft_as_configured(
         pass_cost = probe_drafter(proposer, clock) / max(1e-9, step_seconds)
         priced = proposer, DraftBudget(lengths, pass_cost, step_seconds if lengths.costs.is_fixed else 0.0)
     _start(runner, Drafts(proposer, runner.rows, most, lengths, priced, clock), inner, config)
+
+
+def check_bits(ranks: ShardGroup, kernels: Kernels) -> None:
+    """What was right of a draft decides how many tokens the next step has, and each rank says so by itself, as each
+    drafts by itself: so all have to come to the same bits, and compute with the same instructions."""
+    library = kernels.library
+    own = torch.backends.cpu.get_cpu_capability(), "" if library is None else library.qc_isa().decode()
+    numbers = ranks.say(crc32(repr(own).encode()), kernels.device)
+    other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+    if other is not None:
+        raise NotBuiltError(
+            "speculative_config: ranks that draft must compute with the same instructions, and rank "
+            f"{other} has others than rank 0 (rank {ranks.rank}: {' '.join(own)}); QUIRE_CPU_KERNELS and "
+            "ATEN_CPU_CAPABILITY choose them",
+            param="speculative_config",
+        )
 
 
 def _start(

@@ -29,7 +29,8 @@ Memory allocated in plan or run belongs to the graphs' common pool: the next buc
 Steps that hold prompts have graphs of their own (mixed_graphs.py).
 
 A start captures as many buckets as it has time for; a larger one serves for those that are left. They are captured
-while nothing else is to be done (`capture_next`), or when padding has cost as much time as a capture takes.
+while nothing else is to be done (`capture_next`), or when padding has cost as much time as a capture takes. Several
+ranks capture all at start but those with adapters; of these they agree what was captured.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.progress import progress
 from quire.layers.batch import AttentionPlan, GroupStep
+from quire.quant.shard import ALONE, ShardGroup
 from quire.sampling.sampler import PlainSampler
+from quire.schema.errors import EngineDeadError
 from quire.schema.kv import KVKind
 from quire.worker.capture import Capturer, borrow, seconds_on_device
 from quire.worker.device_inputs import DeviceInputs
@@ -81,7 +84,6 @@ class GraphTimes:
 
     capture: float = 0.0  # of one graph
     row: float = 0.0  # what one more row adds to a step, even if it is padding
-    decide: bool = True  # False: uses do, since ranks must decide alike, and each has measured times of its own
 
 
 class DecodeGraphs:
@@ -97,10 +99,12 @@ class DecodeGraphs:
         max_context: int,
         adapters: StepAdapters | None = None,
         times: GraphTimes | None = None,
+        ranks: ShardGroup = ALONE,
     ) -> None:
         """`sizes`: the buckets, rising. `adapters`: of the model's layers, for the set of graphs that adds them.
-        `times`: shared with another set; `capture` measures them."""
-        self.sizes, self._capturer, self._adapters = list(sizes), capturer, adapters
+        `times`: shared with another set; `capture` measures them. `ranks`: that sum in every step, and so must replay
+        the same bucket: they go by nothing that each has measured or met for itself."""
+        self.sizes, self._capturer, self._adapters, self._ranks = list(sizes), capturer, adapters, ranks
         self.times = times or GraphTimes()
         self._version = -1  # of the adapters' layers that are captured
         self._is_off = False  # a graph with adapters could not be captured
@@ -151,10 +155,12 @@ class DecodeGraphs:
 
     def _is_worth(self, bucket: int, larger: int) -> bool:
         """Whether padding up to the larger one took as long by now as capturing this one does. A power of two may have
-        kernels of its own, so what padding costs there is not known: there uses are counted."""
+        kernels of its own, so what padding costs there is not known: there uses are counted; and where there are
+        several ranks, each of which has measured other times."""
         self._uses[bucket] = uses = self._uses.get(bucket, 0) + 1
         self._padded[bucket] = padded = self._padded.get(bucket, 0.0) + (larger - bucket) * self.times.row
-        return padded > self.times.capture if self.times.decide and not _is_power(bucket) else uses >= LATE_AFTER
+        goes_by_time = self._ranks.is_alone and not _is_power(bucket)
+        return padded > self.times.capture if goes_by_time else uses >= LATE_AFTER
 
     def capture_next(self) -> bool:
         """Capture one that the start left out, while no step is under way; whether more are left."""
@@ -172,22 +178,37 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture_late(self, bucket: int) -> bool:
-        """False: it failed, and no further one will be tried: larger ones serve, and where there is none steps with
-        adapters run without a graph."""
+        """False: it failed, on this rank or on another, and no further one will be tried: larger ones serve, and where
+        there is none steps with adapters run without a graph."""
         began = now()
         kind = "a decode graph" if self._adapters is None else "a decode graph with adapters"
+        failed = None
         try:
             self._capture(bucket)
         except RuntimeError as wrong:  # torch's own, of memory and of the device, are such
-            self._is_full = any(size > bucket for size in self._captured)
-            if self._adapters is None and not self._is_full:
-                raise
-            self._is_off = not self._is_full
-            instead = "larger ones serve" if self._is_full else "such steps run without graphs"
-            _log.warning("capturing %s of %d rows failed, %s: %s", kind, bucket, instead, wrong)
-            return False
-        _log.debug("captured %s of %d rows in %.0f ms", kind, bucket, 1000 * (now() - began))
-        return True
+            failed = wrong
+            self._check_in_step(bucket, wrong)
+        if self._ranks.all_say(failed is None, self._inputs.device):
+            _log.debug("captured %s of %d rows in %.0f ms", kind, bucket, 1000 * (now() - began))
+            return True
+        self._captured.pop(bucket, None)
+        self._is_full = any(size > bucket for size in self._captured)
+        if self._adapters is None and not self._is_full:
+            raise failed or RuntimeError(f"another rank could not capture a decode graph of {bucket} rows")
+        self._is_off = not self._is_full
+        instead = "larger ones serve" if self._is_full else "such steps run without graphs"
+        _log.warning("capturing %s of %d rows failed, %s: %s", kind, bucket, instead, failed or "on another rank")
+        return False
+
+    def _check_in_step(self, bucket: int, failed: RuntimeError) -> None:
+        """What is captured sums nothing yet, so ranks can still agree. The step that runs before does: a rank that has
+        not ended it has left the others in a sum, where nothing can be asked of them."""
+        ranks = self._ranks
+        if not (ranks.is_alone or bucket in self._tried or self._is_between_tried(bucket)):
+            raise EngineDeadError(
+                f"rank {ranks.rank} of {ranks.size} could not run a step of {bucket} rows before its capture, in which "
+                f"the other ranks wait for it: {failed}"
+            ) from failed
 
     @torch.inference_mode()
     def capture(self, seconds: float = START_SECONDS) -> None:
@@ -231,13 +252,20 @@ class DecodeGraphs:
     def _capture(self, bucket: int) -> None:
         """Its step runs once before, so that kernels are loaded and libraries set up; sizes between two powers of two
         that ran find everything there."""
-        below = 1 << bucket.bit_length() - 1
-        is_between = below < bucket and {below, min(2 * below, self.sizes[-1])} <= self._tried
-        first = None if is_between else partial(self.run_uncaptured, bucket)
+        first = None
+        if not self._is_between_tried(bucket):
+            self._tried.discard(bucket)
+            first = partial(self._try, bucket)
         graph, replayed = self._capturer.capture(partial(self._step, bucket), first)
-        if not is_between:
-            self._tried.add(bucket)
         self._keep(bucket, graph, replayed)
+
+    def _is_between_tried(self, bucket: int) -> bool:
+        below = 1 << bucket.bit_length() - 1
+        return below < bucket and {below, min(2 * below, self.sizes[-1])} <= self._tried
+
+    def _try(self, bucket: int) -> None:
+        self.run_uncaptured(bucket)
+        self._tried.add(bucket)
 
     def _keep(self, bucket: int, graph: torch.cuda.CUDAGraph, replayed: Replayed) -> None:
         # The memory of states and logits goes back to the pool, so that all buckets share it; a borrowed view stays.

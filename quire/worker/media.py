@@ -23,6 +23,7 @@ from quire.checkpoint.media import ITEM, ITEMS, PROMPT
 from quire.layers.vector_places import places_of_vectors, runs_of_vectors
 from quire.schema.media import ArrayData, MediaItem
 from quire.schema.step import Grant, NewRow, StepPlan
+from quire.worker.own_fault import is_of_this_rank
 from quire.worker.rows import Rows
 
 _log = logger(__name__)
@@ -97,6 +98,7 @@ class WorkerMedia:
         `answers` False: what is lost here is told by another rank, which learns of it from numbers that are none."""
         self._encoder, self._rows, self._width, self._dtype = encoder, rows, width, dtype
         self._embeds, self._answers = embeds, answers
+        self._encodes_in_step = rows.has_cross and not answers  # with sums over ranks: a model's own encoder has them
         self._both_ways = "" if encoder is None else encoder.both_ways
         self.failed: dict[str, str] = {}  # key -> why there are no vectors
 
@@ -110,7 +112,9 @@ class WorkerMedia:
         for new in plan.encode if self._embeds else ():
             try:
                 encoded[new.item.key] = self._encode(new.item)
-            except Exception as wrong:  # noqa: BLE001  # of code that is not ours, on what a request sent
+            except Exception as wrong:  # of code that is not ours, on what a request sent
+                if self._encodes_in_step and is_of_this_rank(wrong):
+                    raise  # the others are in sums that this one does not come to
                 reason = f"its {new.item.modality} could not be encoded: {wrong or type(wrong).__name__}"
                 _log.warning("request %s: %s", new.request_id, reason, exc_info=True)
                 if not self._answers or self._rows.has_cross:

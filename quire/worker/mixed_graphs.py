@@ -28,6 +28,7 @@ from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.layers.batch import GroupStep, RefilledPlan
+from quire.quant.shard import ShardGroup
 from quire.schema.kv import KVGroup, KVKind
 from quire.worker.capture import Capturer, borrow
 from quire.worker.device_inputs import DeviceInputs, SamplingIndices
@@ -149,6 +150,23 @@ class MixedGraphs:
             )
             for table, mirror in zip(inputs.rows.tables, inputs.mirror.tables, strict=True)
         ]  # fmt: skip
+
+
+def fit_alike(ranks: ShardGroup, device: torch.device) -> bool:
+    """Whether a step that fits a graph on one of these ranks fits it on all: attention is cut into as many pieces as a
+    GPU has multiprocessors for."""
+    if ranks.is_alone:
+        return True
+    counts = ranks.say(multiprocessors(device), device)
+    if len(set(counts)) > 1 and ranks.rank == 0:
+        _log.warning(
+            "GPUs of %s multiprocessors: steps with prompts run without graphs", " and ".join(map(str, counts))
+        )
+    return len(set(counts)) == 1
+
+
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def mixed_sizes(groups: Sequence[KVGroup], most_tokens: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from quire.models.pooled import PoolingModel
 from quire.ops.copy import download
 from quire.schema.params import PoolingParams
 from quire.schema.step import Pooled
+from quire.worker.own_fault import is_of_this_rank
 
 if TYPE_CHECKING:
     from quire.config.model import ModelConfig, PoolerConfig
@@ -152,6 +153,8 @@ def _add_or_fail(model: PoolingModel, rules: ResultRules, requests: Complete, co
     try:
         _add_results(model, rules, requests, coming)
     except Exception as wrong:
+        if model.storage.group.size > 1 and is_of_this_rank(wrong):
+            raise  # heads sum over ranks, and the others do not try again
         if len(requests) > 1:
             for index in range(len(requests)):
                 _add_or_fail(model, rules, requests.only([index]), coming)

@@ -50,9 +50,9 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     )  # fmt: skip
     share = size // stages
     stage, own = divmod(rank, share)
+    through_peers = _peer_sum(rank, size, device, stages=stages, is_here=meeting.startswith("file:"))
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        through_peers = _peer_sum(rank, size, device) if meeting.startswith("file:") else None  # on one machine
         group = ShardGroup(rank, size, through_peers or _sum_over(None), captures=backend == "nccl")
         return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
@@ -69,14 +69,31 @@ def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and not env.SHARE_GPUS.get() else "gloo"
 
 
-def _peer_sum(rank: int, size: int, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """None: sums go through the process group."""
-    if not env.PEER_SUMS.get() or _backend(device) != "nccl":
+def _peer_sum(
+    rank: int, size: int, device: torch.device, *, stages: int = 1, is_here: bool = True
+) -> Callable[[Tensor], Tensor] | None:
+    """None: sums go through the process group. `is_here`: all ranks are processes of this machine."""
+    if not env.PEER_SUMS.get():
+        return None
+    reasons = {
+        f"ranks on {device.type} sum over gloo": device.type != "cuda",
+        "ranks that share a GPU (QUIRE_SHARE_GPUS) sum over gloo": _backend(device) != "nccl",
+        "it is not built for pipeline stages": stages > 1,
+        "not all ranks are processes of one machine that the engine has started": not is_here,
+    }
+    if why := next((reason for reason, applies in reasons.items() if applies), ""):
+        _say_no_peer_sums(rank, why)
         return None
     from quire.worker.peer_sum import PeerSum  # lazy
 
     made: Callable[[Tensor], Tensor] = PeerSum(rank, size, device)
     return made
+
+
+def _say_no_peer_sums(rank: int, why: str) -> None:
+    """Once, of all ranks."""
+    if env.PEER_SUMS.get() and rank == 0:
+        _log.warning("QUIRE_PEER_SUMS has no effect: %s", why)
 
 
 def join_alone(device: torch.device) -> Joined:
@@ -105,6 +122,7 @@ def join_engines(
     )  # fmt: skip
     reduce: Callable[[Tensor], Tensor] = as_it_is
     share, world = size // stages, engine * size + rank
+    _say_no_peer_sums(world, "it is not built for engines that have experts together")
     if share > 1:  # every rank makes the groups of all
         firsts = range(0, size * engines, share)
         reduce = _sum_over([distributed.new_group(range(f, f + share), timeout=limit) for f in firsts][world // share])
@@ -139,6 +157,7 @@ def _join_launched(rank: int, size: int, backend: str, device: torch.device, sta
     within = own if stages == 1 else groups_of(share, backend)
     stage, at = divmod(rank, share)
     _log.info("Rank %d of %d in pipeline stage %d of %d, launched from outside (%s)", at, share, stage, stages, backend)
+    _say_no_peer_sums(world, "it is not built for ranks that a launcher has started")
     reduce = _sum_over(within) if share > 1 else as_it_is
     group = ShardGroup(at, share, reduce, stage, stages, captures=backend == "nccl")
     link = None if stages == 1 else _link(world - share, world + share, backend, device, own)

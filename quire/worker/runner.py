@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.base import env
 from quire.base.clock import now
 from quire.layers.batch import Batch, ScaledCache
 from quire.ops.copy import downloader, upload
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from quire.worker.media import WorkerMedia
     from quire.worker.pipe import Pipe
 
+FEW_ROWS = 64  # up to which decodes have kernels of their own
 _LOGIT_BYTES = 1 << 26  # largest temporary for the logits of prompt positions
 
 
@@ -295,7 +297,22 @@ class ModelRunner:
         """A step without a graph."""
         step = inputs.build(flight.shape, self.backend)
         flight.adapter_index = step.batch.adapter_index
-        self._choose(flight, self._compute(step.batch), step.sampled, need)
+        self._choose(flight, self._compute(self.narrowed(step.batch)), step.sampled, need)
+
+    def narrowed(self, batch: Batch) -> Batch:
+        """Where that pays and is enough, for the states of sampled tokens alone."""
+        return replace(batch, only_sampled=True) if self._needs_few_states(batch) else batch
+
+    def _needs_few_states(self, batch: Batch) -> bool:
+        """Whether nobody reads the final states of tokens that are not sampled, and leaving them out pays. Up to a few
+        rows other kernels are used, which steps with prompts do not have to find compiled. In batch-invariant mode the
+        number of rows in a layer is not to depend on neighbours."""
+        if not FEW_ROWS < len(batch.logit_index) <= batch.num_tokens // 2 or env.BATCH_INVARIANT.get():
+            return False
+        if self.pipe is not None or self._spread is not None or self.drafts is not None:
+            return False
+        counts = self.sampler.rows.prompt_logprobs[: self.rows.num_rows]
+        return batch.adapter_index is None and all(k is None for k in counts)
 
     @torch.inference_mode()
     def _choose(self, flight: _Flight, hidden: Tensor, sampled: SamplingIndices, need: int | None) -> None:

@@ -146,11 +146,13 @@ class Trial:
         if not isinstance(runner, ModelRunner):  # what follows is small beside it
             runner.model.forward(step.batch)
             return
-        batch = step.batch if runner.pipe is None else runner.pipe.blank(step.batch)
+        batch = runner.narrowed(step.batch) if runner.pipe is None else runner.pipe.blank(step.batch)
         hidden = runner.model.forward(batch)
         if not runner.samples:
             return
-        logits = runner.model.narrow_logits(hidden.index_select(0, step.batch.logit_index))
+        if len(batch.logit_index) < len(hidden):
+            hidden = hidden.index_select(0, batch.logit_index)
+        logits = runner.model.narrow_logits(hidden)
         runner.sampler.plain.refresh()
         out = torch.empty((2, len(rows)), dtype=torch.int32, device=logits.device)
         runner.sampler.plain(logits, step.sampled.rows, step.sampled.positions, out, filters=filters)

@@ -43,7 +43,7 @@ from quire.worker.graphs import START_SECONDS, DecodeGraphs, GraphTimes, useful_
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_scales import is_scaled, kv_dtype_of, report, scaled_caches, set_scales
 from quire.worker.memory import kv_bytes
-from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
+from quire.worker.mixed_graphs import MixedGraphs, fit_alike, mixed_sizes
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner, PendingStep
 from quire.worker.state_specs import settle_states
@@ -200,7 +200,8 @@ class Worker:
                 from quire.attention.context_ranks import divide  # lazy
 
                 self._specs = divide(self._specs, self.group.context)
-            if self._early is not None and not self._early.manifest.current:
+            # a dry run has sums in it: if one rank misses its record of kernels, all of them make theirs anew
+            if self._early is not None and not self.group.all_say(self._early.manifest.current, self.device):
                 if self._specs:
                     self._compile(self._early)
                     self._laps.mark("compile")
@@ -341,7 +342,7 @@ class Worker:
             runner.inputs = inputs
             make_graphs = partial(
                 DecodeGraphs, model=model, backend=backend, inputs=inputs, plain=sampler.plain, capturer=capturer,
-                max_context=length, times=GraphTimes(decide=self.group.is_alone),
+                max_context=length, times=GraphTimes(), ranks=self.group,
             )  # fmt: skip
             if sizes:
                 runner.graphs = make_graphs(sizes)
@@ -427,6 +428,8 @@ class Worker:
         mode = CUDAGraphMode[self.config.compilation_config.cudagraph_mode or "NONE"]
         if not self._graph_sizes() or mode.mixed_mode() is not CUDAGraphMode.FULL or env.BATCH_INVARIANT.get():
             return ()
+        if not fit_alike(self.group, self.device):
+            return ()
         return mixed_sizes(layout.groups, self.config.scheduler_config.max_num_batched_tokens)
 
     def warm_up(self) -> None:
@@ -475,9 +478,10 @@ class Worker:
             self.forward(StepPlan(step=0, grants=(), left=("warm-up",), free_encoded=freed))
         self._balance_experts(self.model_runner)
         if self.config.speculative_config is not None:
-            from quire.worker.draft_setup import draft_as_configured  # lazy
+            from quire.worker.draft_setup import check_bits, draft_as_configured  # lazy
             from quire.worker.drafts import DraftClock  # lazy
 
+            check_bits(self.group, self.kernels)
             length = self.config.model_config.max_model_len
             clock = DraftClock(self.group, of_processor=on_cpu)
             draft_as_configured(self.model_runner, self.config.speculative_config, length, self._drafter, clock)

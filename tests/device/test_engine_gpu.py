@@ -13,6 +13,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base import env
 from quire.schema.errors import ConfigError
+from quire.worker.runner import ModelRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import VOCAB, make_tiny
@@ -59,6 +60,20 @@ def test_greedy_tokens_equal_the_cpus(arch: str, tmp_path: Path) -> None:
     wanted = tokens_of(tmp_path, prompts, greedy(), device="cpu")
     for name, options in RUNS.items():
         assert tokens_of(tmp_path, prompts, greedy(), device="cuda", **options) == wanted, name
+
+
+@pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "LlamaForCausalLM"])
+def test_many_prompts_in_one_step(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last layer computes what is sampled alone."""
+    make_tiny(arch, tmp_path)
+    rng = random.Random(4)
+    prompts = [[rng.randrange(4, VOCAB) for _ in range(rng.choice([2, 5, 9, 30]))] for _ in range(100)]
+    wanted = tokens_of(tmp_path, prompts, greedy(6), device="cpu", max_num_seqs=128, max_num_batched_tokens=4096)
+    told, plain = [], ModelRunner._needs_few_states
+    monkeypatch.setattr(ModelRunner, "_needs_few_states", lambda *args: told.append(plain(*args)) or told[-1])
+    options = {"enforce_eager": True, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
+    assert tokens_of(tmp_path, prompts, greedy(6), device="cuda", **options) == wanted
+    assert any(told)
 
 
 def test_every_parameter_means_the_same_as_on_cpu(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from quire import LLM, PoolingParams, SamplingParams
 from quire.config import EngineArgs
 from quire.config.model import PoolerConfig
+from quire.quant.shard import ALONE
 from quire.schema.errors import CheckpointError, ConfigError, InputError
 from quire.worker.pooling_results import Complete, ResultRules, results_of
 from tests.pooling_models import VOCAB, make_pooling, write_sentence_files
@@ -250,7 +251,7 @@ def test_an_error_is_that_of_one_request() -> None:
     params = PoolingParams(task="embed", use_activation=False)
     values = torch.tensor([1.0, 13.0, 3.0])[:, None].repeat(1, 2)
     complete = Complete(["a", "b", "c"], [params] * 3, values)
-    model, rules = Mock(embed=embed), ResultRules(PoolerConfig(), ("embed",), "")
+    model, rules = Mock(embed=embed, storage=Mock(group=ALONE)), ResultRules(PoolerConfig(), ("embed",), "")
     coming = results_of(model, rules, complete)
     coming.arrive()
     found = {name: struct.unpack("<2f", one.data) for name, one in coming.pooled.items()}

@@ -138,20 +138,22 @@ def test_few_tokens_of_a_mixture(early):
 
 
 @pytest.mark.parametrize("experts", [8, 128, 512])
-@pytest.mark.parametrize(
-    ("config", "inline"), [(moe.SortConfig(), True), (moe.SortConfig(), False), (moe._SHORT, False)]
-)
-def test_sorting(config, inline, experts):
+@pytest.mark.parametrize("config", [moe.FEW_PAIRS, moe.MANY_PAIRS])
+def test_sorting(config, experts):
     block = triton.next_power_of_2(experts)
     kinds = dict.fromkeys(("index", "counts", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
-        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": config.chunk, "PIECE": config.piece, "TILES": moe._TILE_ROWS,
-        "INLINE": inline, "EARLY": True,
+        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": config.chunk, "PIECE": config.piece, "WIDTH": config.width,
+        "TILES": moe._TILE_ROWS, "INLINE": not config.chunk, "EARLY": True,
     }  # fmt: skip
     compiled(moe._sort_kernel, kinds, constants, warps=config.warps, early=True)
-    kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
-    compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": config.chunk, "EARLY": True}, early=True)
+    if config.chunk:
+        kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
+        compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": config.chunk, "EARLY": True}, early=True)
+        rows, columns = moe._SCAN
+        constants = {"BLOCK_E": block, "ROWS": rows, "COLUMNS": columns, "EARLY": True}
+        compiled(moe._scan_kernel, {"counts": WHOLE, "chunks": "i32"}, constants, early=True)
 
 
 @pytest.mark.parametrize("score", [0, 1, 2])
@@ -616,17 +618,21 @@ def test_codes_times_some_rows(name, rows):
         assert bool(scales) == is_grouped and all(offset % 128 in (0, 32) for offset in scales)
 
 
-@pytest.mark.parametrize("rows", [40, 100, 200])
+@pytest.mark.parametrize("rows", [40, 100, 150, 200])
 @pytest.mark.parametrize("columns", [4096, 6144, 24576])
 def test_codes_times_rounded_rows(columns, rows):
     """As above; nothing is widened, and no way leads around the loop, or ptxas would let no two matmuls overlap."""
     skinny = pytest.importorskip("quire.ops.triton.skinny_rounded")
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 8, 2)
-    for kernel, more in ((skinny._parts_kernel, {"sums": "*fp32"}), (skinny._silu_kernel, {"out": HALF})):
+    sums = WIDE if rows == 100 else HALF
+    for kernel, more in ((skinny._parts_kernel, {"sums": sums}), (skinny._silu_kernel, {"out": HALF})):
         ring = skinny.ring_of(rows, columns, 4096, 132, gated="out" in more)
         given, share = skinny._arguments(None, ring, True), 2 if "out" in more else 1
-        boxes = {"matrix": given["TILE"], "narrow": given["ADDED"] or given["TILE"], "rows": share * ring.rows}
+        inputs = given["ROWS"], given["BESIDE"] or given["ROWS"]
+        assert given["ROWS"] + given["BESIDE"] == ring.rows
+        boxes = {"matrix": given["TILE"], "narrow": given["ADDED"] or given["TILE"]}
+        boxes |= {"rows": share * inputs[0], "others": share * inputs[1]}
         kinds = {
             **{name: f"tensordesc<fp8e4nv[{box // share},128],{layout!r}>" for name, box in boxes.items()},
             "scale": "*fp32", "row_scale": "*fp32", **more,
@@ -730,6 +736,23 @@ def test_compiled_matmuls_of_one_row_of_codes_are_right(monkeypatch, kind, confi
     check(few_coded.few_coded_linear(x, weight, stream=stream, **given), linear_add(x, weight, None, stream), 1e-2)
     found = few_coded.few_coded_linear(x, weight, norm=rule, gated=True, **given)
     check(found, norm_linear(x, rule, weight, None, act_ops.GATED["silu"].reference), 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
+def test_one_row_of_codes_of_zeros_is_zeros(monkeypatch, kind):
+    """In the row, in the gains of its norm, or in both; as checkpoints have them in layers that are to do nothing."""
+    few_coded = pytest.importorskip("quire.ops.triton.few_coded")
+    monkeypatch.setattr(few_coded, "_few_coded_kernel", FewOnNumpy(few_coded._few_coded_kernel))
+    rows, width = 32, 512
+    weight = weight_of(Made(kind, rows, width, 128 if "4" in kind else width), "cpu")
+    x, gains = normal(1, width, dtype=torch.bfloat16), normal(width, seed=3, dtype=torch.bfloat16)
+    given = {"config": few_coded.FewCodedConfig(4, 1, 128)}
+    for row, by in ((0, 0), (0, 1), (1, 0)):
+        for rule in (NormRule(gains * by, 1e-6, 0.0, False), NormRule(gains * by, 1e-12, 0.0, True)):
+            found = few_coded.few_coded_linear(x * row, weight, norm=rule, gated=True, **given)
+            assert torch.equal(found, torch.zeros_like(found))
+    found = few_coded.few_coded_linear(x * 0, weight, **given)
+    assert torch.equal(found, torch.zeros_like(found))
 
 
 POINTED = {
@@ -907,13 +930,15 @@ def test_rows_of_any_size_times_blocks(few_blocks):
         assert run(x).isnan().all()
 
 
-def test_a_row_of_zeros_is_normalized(few_blocks):
+def test_one_row_of_blocks_of_zeros_is_zeros(few_blocks):
+    """As of codes: in the row, in the gains of its norm, or in both."""
     rows, width = 40, 2560
-    weight = block_weight("Q4_K", rows, width)
+    weight, config = block_weight("Q4_K", rows, width), few_blocks.FewBlocksConfig(4, 1, 168)
     x, given = row_and_rest(rows, width, "norm", torch.bfloat16)
-    config = few_blocks.FewBlocksConfig(4, 1, 168)
-    found = few_blocks.few_blocks_linear(torch.zeros_like(x), weight, **given, config=config, early=True)
-    assert torch.equal(found, torch.zeros_like(found))
+    for row, by in ((0, 0), (0, 1), (1, 0)):
+        rule = given["norm"]._replace(weight=given["norm"].weight * by)
+        found = few_blocks.few_blocks_linear(x * row, weight, norm=rule, config=config, early=True)
+        assert torch.equal(found, torch.zeros_like(found))
 
 
 def test_matrices_that_are_blocks_of_several_types_side_by_side(few_blocks):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,35 @@ def test_children_compile_what_was_recorded(fake: list[tuple], tmp_path: Path) -
     finally:
         knobs.compilation.listener = None
     assert hits == [True, True] and len(fake) == 2
+
+
+_KEYS = """
+import importlib, json, sys
+from quire.ops.triton import compile_child
+sys.meta_path.insert(0, compile_child.StandInFinder())
+sys.setrecursionlimit(10000)
+modules = [importlib.import_module("quire.ops.triton." + name) for name in sys.argv[2:]]
+from triton.runtime.jit import JITFunction
+from quire.ops.triton.cache_keys import settle
+kernels = {(k.module, k.fn.__name__): k for m in modules for k in vars(m).values() if isinstance(k, JITFunction)}
+found = {}
+for name in sorted(kernels, reverse=sys.argv[1] == "reversed"):
+    settle(kernels[name])
+    found[".".join(name)] = kernels[name].cache_key
+print(json.dumps(found))
+"""
+
+
+def test_keys_of_kernels_do_not_depend_on_what_a_process_met_before() -> None:
+    """Else one process does not find what another compiled. The version of Triton that torch brings is what matters."""
+    folder = Path(warm.__file__).parent
+    names = sorted(path.stem for path in folder.glob("*.py") if path.stem not in ("__init__", "launch", "register"))
+    found = [
+        json.loads(subprocess.check_output([sys.executable, "-c", _KEYS, order, *modules], timeout=240))
+        for order, modules in (("sorted", names), ("reversed", names[::-1]))
+    ]
+    assert len(found[0]) > 100 and found[0].keys() == found[1].keys()
+    assert not [name for name, key in found[0].items() if found[1][name] != key]
 
 
 def test_a_child_that_cannot_compile_says_so_and_goes_on(tmp_path: Path) -> None:

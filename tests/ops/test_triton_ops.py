@@ -13,6 +13,7 @@ pytest.importorskip("tests.interpreted")
 from quire.ops import sample as sample_ops
 from quire.ops.rope import turn_heads_
 from quire.ops.triton import few, mask, moe, moe_many, rope, sample
+from quire.worker import trial
 from tests import fused_cases as cases
 
 triton = pytest.importorskip("triton")
@@ -124,6 +125,26 @@ def test_routing(tokens, experts, top_k, score, renorm, with_bias):
 )
 def test_sorting_pairs(tokens, top_k, experts, bm):
     cases.check_sort("cpu", tokens, top_k, experts, bm)
+
+
+@pytest.mark.parametrize("largest", [2048, 8192, 12288, 16384])
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (64, 6), (32, 4), (8, 2), (160, 6), (512, 10)])
+def test_every_tile_is_met_at_start(experts, top_k, largest):
+    """A start compiles what steps of `trial.TOKENS` tokens launch: any other number of tokens takes one of those."""
+
+    def chosen(numbers):
+        pairs = [top_k * tokens for tokens in numbers if tokens > moe.FEW_TOKENS]
+        return {moe.tma_configs_of(count, experts) for count in pairs}, {moe.sort_config_of(count) for count in pairs}
+
+    tried = [*(count for count in trial.TOKENS if count < largest), largest]
+    assert chosen(range(1, largest + 1)) == chosen(tried)
+
+
+@pytest.mark.parametrize("config", [(16, 16, 16, 4), (64, 16, 32, 4)])
+def test_sorting_pairs_of_many_chunks(config, monkeypatch):
+    """More of them than a program of the scan adds up at once; of one piece each or of several."""
+    monkeypatch.setattr(moe, "_SCAN", (4, 8))
+    cases.check_sort("cpu", 101, 5, 20, 32, config=moe.SortConfig(*config))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,6 +4,7 @@ compiler. Runs without a GPU: no kernel is launched, here or there; both lists a
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -23,15 +24,19 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.attention.cross import WithPagedCross
 from quire.attention.triton import TritonAttention
 from quire.base import env
+from quire.config.engine import EngineConfig, replace
 from quire.layers.linear import Linear
 from quire.layers.moe import Moe
-from quire.loader import load
+from quire.loader import load as load_module
 from quire.loader.coded_storage import coded_storage
 from quire.ops.lora import most_columns
 from quire.ops.op import Kernels
 from quire.ops.triton import launch, register, warm
+from quire.quant.scheme import Storage
+from quire.quant.shard import ALONE, ShardGroup
 from quire.sampling.sampler import Sampler
 from quire.schema.step import Mask
+from quire.worker import mixed_graphs
 from quire.worker import worker as module
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs, GraphFields
@@ -46,6 +51,7 @@ from tests.tiny_models import VOCAB, make_tiny, write_tiny
 from tests.worker.test_staged import UncapturedGraphs, UncapturedMixed
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 64, 72, 128)
+MIXED = tuple(size for size in mixed_graphs.SIZES if size <= 1024)
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 128, "max_num_batched_tokens": 512,
     "block_size": 64, "async_scheduling": True, "num_gpu_blocks_override": 2000, "load_format": "dummy",
@@ -54,12 +60,12 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture
-def as_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Before `as_on_a_gpu`: the forms of Hopper too."""
-    pytest.importorskip("triton.experimental.gluon")
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its forms too. Before `as_on_a_gpu`."""
+    about = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(register, "_is_hopper", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     register._table.cache_clear()
     yield
     register._table.cache_clear()
@@ -116,7 +122,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             )  # fmt: skip
         if runner.rows.has_cross:
             return runner
-        runner.mixed = DryMixed((16, 64, 256, 1024), runner.model, runner.backend, runner.inputs, capturer)
+        runner.mixed = DryMixed(MIXED, runner.model, runner.backend, runner.inputs, capturer)
         runner.mixed.capture()
         return runner
 
@@ -207,14 +213,14 @@ def test_serving_wants_no_kernel_that_was_not_listed(
 def test_blocks_of_gguf_files_want_no_kernel_that_was_not_listed(
     kinds: dict[str, str],
     matmuls: int,
-    as_hopper: None,
+    on_hopper: None,
     as_on_a_gpu: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps of one row, in which queries, keys and values are several matmuls or one; and of more."""
     file = write_model(tmp_path / "model.gguf", kinds)
-    monkeypatch.setattr(load, "storage_for", coded_storage)
+    monkeypatch.setattr(load_module, "storage_for", coded_storage)
     rng = random.Random(3)
 
     def ask(llm: LLM) -> None:
@@ -275,6 +281,42 @@ def test_adapters_want_no_kernel_that_was_not_listed(
     more = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     wanted = check_listed(str(tmp_path / "model"), ask, monkeypatch, **more)
     assert kernels <= {job["name"] for job in wanted}
+
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("form", ["plain", "fp8", "int8", "int4", "blocks"])
+def test_captured_steps_want_no_kernel_that_was_not_listed(
+    form: str, arch: str, on_hopper: None, as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of numbers of rows and of tokens that the dry run leaves out, whichever kernels they take."""
+    write_tiny(arch, tmp_path, num_hidden_layers=1, **WIDE, **({"moe_intermediate_size": 512} if "Moe" in arch else {}))
+    if form == "blocks":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": BLOCKS}))
+
+    def store(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
+        kept = "stored" if form == "blocks" else form
+        return coded_storage(replace(config, **{"model_config.weight_form": kept}), kernels, group)
+
+    def capture(llm: LLM) -> None:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        with torch.inference_mode():
+            for size in (1, 2, 3, 5, 8, 12, 16, 17, 24, 32, 33, 40, 48, 64, 65, 96, 127, 128):
+                runner.graphs.run_uncaptured(size)
+            for size in reversed(runner.mixed.sizes):  # the largest makes the room of all
+                runner.mixed.run_uncaptured(size)
+
+    monkeypatch.setattr(load_module, "storage_for", store)
+    wanted = check_listed(str(tmp_path), capture, monkeypatch)
+    modules = {job["module"].rpartition(".")[2] for job in wanted if job["name"] != "_decode_kernel"}
+    is_rounded = form == "fp8" and arch == "Qwen3ForCausalLM"
+    assert ("skinny_rounded" in modules) == is_rounded and len(modules) > 6
 
 
 def check_listed(

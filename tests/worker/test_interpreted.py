@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.base import env
+from quire.worker import runner as runner_module
 from tests.tiny_models import VOCAB, write_tiny
 from tests.worker.test_staged import UncapturedGraphs
 
@@ -82,6 +84,67 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
     used = use_gpu_steps(monkeypatch)
     assert generate() == wanted
     assert used[0].used > 3
+
+
+def states_and_tokens(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each step without a graph from here on: how many final states and tokens it has. Few sampled tokens are
+    enough to compute their states alone."""
+    found: list[tuple[int, int]] = []
+    plain = runner_module.ModelRunner._choose
+
+    def choose(self: runner_module.ModelRunner, flight: object, hidden: torch.Tensor, *rest: object) -> None:
+        found.append((len(hidden), int(flight.shape.ends[-1])))  # type: ignore[attr-defined]
+        plain(self, flight, hidden, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner_module, "FEW_ROWS", 0)
+    monkeypatch.setattr(runner_module.ModelRunner, "_choose", choose)
+    return found
+
+
+@pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "Gemma2ForCausalLM"])
+def test_the_last_layer_computes_sampled_tokens_alone(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where prompts are long enough; but all of them, if someone asks for log probabilities of prompts."""
+    write_tiny(arch, tmp_path)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(4, VOCAB) for _ in range(count)] for count in (3, 20, 9, 31)]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=5, ignore_eos=True) for i in range(4)]
+    asked = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+
+    def generate() -> tuple[list[list[int]], list[float]]:
+        llm = LLM(str(tmp_path), **OPTIONS)
+        found = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+        (of_prompt,) = llm.generate(prompts[1:2], asked, use_tqdm=False)
+        llm.close()
+        assert of_prompt.prompt_logprobs is not None
+        ranked = [next(iter(entry.values())).logprob for entry in of_prompt.prompt_logprobs if entry]
+        return found, ranked
+
+    wanted, ranked = generate()
+    use_gpu_steps(monkeypatch)
+    lengths = states_and_tokens(monkeypatch)
+    found, again = generate()
+    assert found == wanted
+    assert again == pytest.approx(ranked, abs=2e-3)
+    assert any(states < tokens for states, tokens in lengths) and (20, 20) in lengths
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_last_layer_computes_all_tokens_in_batch_invariant_mode(
+    invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where, without it, the same step computes fewer."""
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", str(int(invariant)))
+    env.forget_all()
+    write_tiny("LlamaForCausalLM", tmp_path)
+    use_gpu_steps(monkeypatch)
+    lengths = states_and_tokens(monkeypatch)
+    llm = LLM(str(tmp_path), **OPTIONS)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    llm.generate([[5, 6, 7, 8], [9, 10, 11]], params, use_tqdm=False)
+    llm.close()
+    assert lengths[-1] == (7 if invariant else 2, 7)
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Molmo2ForConditionalGeneration"])

@@ -49,6 +49,7 @@ _ROUNDED, _SCRATCH = 64, 192
 _GROUPED = 128  # columns of a group that the library multiplies
 _BAND = 8  # tiles of inputs that share their tiles of the matrix in cache
 _WIDEST = 32768  # of a row that one program rounds
+_FEW_ROUNDED = 64  # rows that many warps round
 DIRECT, WIDENED, HALVES = 0, 1, 2  # what is done to codes
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _log = logger(__name__)
@@ -406,9 +407,16 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group: int, *, early: bool = Fa
     _quantize_kernel[(rows,)](
         x, codes, scales, rows, x.stride(0), K=width, GROUP=group, GROUPS=next_power_of_2(width // group),
         BLOCK=next_power_of_2(group), LARGEST=coded_ops.LARGEST[dtype], EARLY=early,
-        num_warps=4 if width <= 4096 else 8, **({"launch_pdl": True} if early else {}),
+        num_warps=_rounding_warps(rows, width), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return codes, scales
+
+
+def _rounding_warps(rows: int, width: int) -> int:
+    """Few rows leave multiprocessors to one or two programs each, which then have many."""
+    if rows > _FEW_ROUNDED:
+        return 4 if width <= 4096 else 8
+    return min(32, max(4, next_power_of_2(width) // 512))
 
 
 def decode_weight(weight: CodedWeight, dtype: torch.dtype, *, asm: bool = True) -> Tensor:

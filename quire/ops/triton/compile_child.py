@@ -59,7 +59,10 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def compile_job(job: dict[str, Any]) -> None:
     """Into Triton's cache: the kernel, and the stub of C that launches it."""
+    from quire.ops.triton.cache_keys import settle  # lazy: Triton is imported once torch has its stand-in
+
     kernel = load(f"{job['module']}:{job['name']}")
+    settle(kernel)
     is_gluon = kernel.is_gluon()
     source = load("triton.experimental.gluon._runtime:GluonASTSource" if is_gluon else "triton.compiler:ASTSource")(
         kernel,

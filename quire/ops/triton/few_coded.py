@@ -279,20 +279,22 @@ def _of_warps(values, exchange, LARGEST: gl.constexpr):
 
 
 @gluon.jit
-def _power(largest):
-    """A power of two that brings numbers up to `largest` to less than 2^15, and its inverse."""
+def _power(largest, MOST: gl.constexpr):
+    """A power of two, of an exponent up to MOST, that brings numbers up to `largest` to less than 2^15, and its
+    inverse."""
     field = 268 - (largest.to(gl.int32, bitcast=True) >> 23)
-    field = gl.minimum(gl.maximum(field, 1), 253)
+    field = gl.minimum(gl.maximum(field, 1), 127 + MOST)
     return (field << 23).to(gl.float32, bitcast=True), ((254 - field) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _norm_power(gains, offset, K: gl.constexpr, ROOT: gl.constexpr):
-    """As `_power`, for all rows that the norm may give: none of its numbers exceeds the root of K before the gains."""
+    """As `_power`, for all rows that the norm may give: none of its numbers exceeds the root of K before the gains. It
+    multiplies what they are divided by, 2^20 where they are zeros and eps is 1e-12, even if all gains are zeros."""
     most = gl.abs(gains[0].to(gl.float32) + offset)
     for slab in gl.static_range(1, len(gains)):
         most = gl.maximum(most, gl.abs(gains[slab].to(gl.float32) + offset))
-    return _power(gl.max(most, 0) * ROOT)
+    return _power(gl.max(most, 0) * ROOT, 100)
 
 
 @gluon.jit
@@ -322,7 +324,7 @@ def _stage(
         most = gl.abs(first)
         for slab in gl.static_range(1, SLABS):
             most = gl.maximum(most, gl.abs(_inputs(x, _columns(slab * SLAB, SLAB, WARPS), K, WHOLE).to(gl.float32)))
-        up, down = _power(_of_warps(most, exchange, True))
+        up, down = _power(_of_warps(most, exchange, True), 126)
     for slab in gl.static_range(SLABS):
         k = _columns(slab * SLAB, SLAB, WARPS)
         h = _inputs(x, k, K, WHOLE).to(gl.float32)

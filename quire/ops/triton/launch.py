@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.base.log import logger
+from quire.ops.triton.cache_keys import settle
 
 _MOST_KNOWN = 4096  # of one kernel; more means that an integer changes with every launch
 # Integer lists, of which a step's inputs and work lists are slices: a slice may start anywhere, and a kernel reads a
@@ -43,13 +44,20 @@ Ready = tuple[Callable[..., None], int, bool, bool, Any, tuple]  # stub, functio
 class Launcher:
     def __init__(self, kernel: JITFunction, stream: Callable[[], int]) -> None:
         self.kernel, self._stream = kernel, stream
-        self._slow = JITFunction.run.__get__(kernel)
+        self._is_settled = False
         self._readers: dict[tuple, tuple[Read | None, dict[tuple, Ready]]] = {}  # by the types of the arguments
         self._noted: set[tuple] | None = None  # while recording: launches passed on to Triton
 
     def record(self, on: bool) -> None:
         """While it is on, nothing is launched, and Triton sees only the first of equal launches."""
         self._noted = set() if on else None
+
+    def _slow(self, *args: Any, **named: Any) -> Any:
+        """Triton's own way."""
+        if not self._is_settled:
+            settle(self.kernel)
+            self._is_settled = True
+        return JITFunction.run(self.kernel, *args, **named)
 
     def __call__(self, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         kinds = tuple(map(type, args))

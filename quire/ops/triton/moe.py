@@ -30,7 +30,6 @@ from quire.ops.triton import moe_few, moe_many
 from quire.ops.triton.act import gate_up
 
 FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
-_INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
 
@@ -45,15 +44,19 @@ class MoeTileConfig(NamedTuple):
 
 
 class SortConfig(NamedTuple):
-    """`chunk`: pairs that are counted together; `piece`: pairs that are placed together."""
+    """`piece`: pairs that a program places, by comparing each with `width` others at once; `chunk`: pairs that are
+    counted together beforehand, 0: none are, and each is compared with all."""
 
-    chunk: int = 512
-    piece: int = 16
-    warps: int = 4
+    chunk: int
+    piece: int
+    width: int
+    warps: int
 
 
-_SHORT = SortConfig(256, 32, 8)  # of chunks, up to so many pairs: each is ordered sooner, and there are few to add up
-_MOST_SHORT = 8192
+FEW_PAIRS = SortConfig(0, 16, 512, 4)
+_MOST_INLINE = 4096  # pairs up to which each is compared with all
+MANY_PAIRS = SortConfig(256, 32, 32, 4)
+_SCAN = (256, 8)  # chunks and experts of which a program adds up the counts
 
 
 class ExpertTiles(NamedTuple):
@@ -185,24 +188,37 @@ def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constex
     tl.store(counts + tl.program_id(0) * BLOCK_E + e, tl.histogram(chosen, BLOCK_E, mask=at < pairs))
 
 
+@triton.jit(do_not_specialize=["chunks"])
+def _scan_kernel(
+    counts, chunks, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """grid (BLOCK_E / COLUMNS,): counts [chunks + 1, BLOCK_E] become those of the chunks before; last, of all."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros((COLUMNS,), tl.int32)
+    for start in range(0, chunks, ROWS):
+        c = start + tl.arange(0, ROWS)
+        at, inside = counts + c[:, None] * BLOCK_E + e[None, :], (c < chunks)[:, None]
+        here = tl.load(at, mask=inside, other=0)
+        tl.store(at, before[None, :] + tl.cumsum(here, 0) - here, mask=inside)
+        before += tl.sum(here, 0)
+    tl.store(counts + chunks * BLOCK_E + e, before)
+
+
 @triton.jit
-def _totals(index, counts, pairs, chunks, chunk, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, INLINE: tl.constexpr):
-    """(pairs of each expert, those of them in the chunks before `chunk`), both [BLOCK_E]. INLINE: not counted yet."""
-    total = tl.zeros((BLOCK_E,), tl.int32)
-    before = tl.zeros((BLOCK_E,), tl.int32)
+def _totals(index, counts, pairs, chunks, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, INLINE: tl.constexpr):
+    """Pairs of each expert, [BLOCK_E]. INLINE: they were not counted before."""
     if INLINE:
-        for c in range(0, chunks):
-            at = c * CHUNK + tl.arange(0, CHUNK)
+        total = tl.zeros((BLOCK_E,), tl.int32)
+        for start in range(0, pairs, WIDTH):
+            at = start + tl.arange(0, WIDTH)
             chosen = tl.load(index + at, mask=at < pairs, other=0).to(tl.int32)
             total += tl.histogram(chosen, BLOCK_E, mask=at < pairs)
+        return total
     else:
-        e = tl.arange(0, BLOCK_E)
-        for start in range(0, chunks, 32):
-            c = start + tl.arange(0, 32)
-            chunk_counts = tl.load(counts + c[:, None] * BLOCK_E + e[None, :], mask=(c < chunks)[:, None], other=0)
-            total += tl.sum(chunk_counts, 0)
-            before += tl.sum(tl.where((c < chunk)[:, None], chunk_counts, 0), 0)
-    return total, before
+        return tl.load(counts + chunks * BLOCK_E + tl.arange(0, BLOCK_E))
 
 
 @triton.jit
@@ -224,42 +240,42 @@ def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
-def _order_chunk(
-    index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
-):
-    """Sort the pairs of one chunk, after those of the same experts in previous chunks."""
-    total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
-    first = tl.cumsum(total, 0) - total + before
-    begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
-    for piece in range(begin, end, PIECE):
-        p = piece + tl.arange(0, PIECE)
-        mine, rank = _ranks(index, p, begin, end, pairs, PIECE, CHUNK, False)
-        rank += tl.sum(tl.where(mine[:, None] == e[None, :], first[None, :], 0), 1)
-        tl.store(order + rank, p, mask=p < pairs)
+def _place(
+    index, counts, order, first, pairs, program, e,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr, INLINE: tl.constexpr,
+):  # fmt: skip
+    """Sort PIECE pairs. `first`: where each expert's pairs begin."""
+    p = program * PIECE + tl.arange(0, PIECE)
+    if INLINE:
+        _mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, WIDTH, True)
+    else:
+        chunk = program * PIECE // CHUNK
+        end = tl.minimum(program * PIECE + PIECE, pairs)
+        mine, rank = _ranks(index, p, chunk * CHUNK, end, pairs, PIECE, WIDTH, False)
+        rank += tl.gather(first + tl.load(counts + chunk * BLOCK_E + e), mine, 0)
+    tl.store(order + rank, p, mask=p < pairs)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "placers", "most_tiles", "bm"])
 def _sort_kernel(
     index, counts, order, tile_expert, tile_start, end, pairs, chunks, placers, most_tiles, bm,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
-    INLINE: tl.constexpr, EARLY: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr,
+    TILES: tl.constexpr, INLINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
-    of the table."""
+    """grid (placers + parts of the tile table,): sort PIECE pairs, or fill a part of the table."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     program = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     if program < placers:
-        if INLINE:
-            p = program * PIECE + tl.arange(0, PIECE)
-            _mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, CHUNK, True)
-            tl.store(order + rank, p, mask=p < pairs)
-        else:
-            _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
+        first = tl.zeros((BLOCK_E,), tl.int32)
+        if not INLINE:
+            total = _totals(index, counts, pairs, chunks, BLOCK_E, WIDTH, INLINE)
+            first = tl.cumsum(total, 0) - total
+        _place(index, counts, order, first, pairs, program, e, BLOCK_E, CHUNK, PIECE, WIDTH, INLINE)
     else:
-        total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
+        total = _totals(index, counts, pairs, chunks, BLOCK_E, WIDTH, INLINE)
         first = tl.cumsum(total, 0) - total
         tiles = (total + bm - 1) // bm
         tile_end = tl.cumsum(tiles, 0)
@@ -275,32 +291,46 @@ def _sort_kernel(
             tl.store(end + EXPERTS, tl.sum(tiles, 0))
 
 
-def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> ExpertTiles:
+def sort_config_of(pairs: int) -> SortConfig:
+    return FEW_PAIRS if pairs <= _MOST_INLINE else MANY_PAIRS
+
+
+def sort_pairs(
+    index: Tensor, experts: int, bm: int, *, early: bool = False, config: SortConfig | None = None
+) -> ExpertTiles:
     """index [T, k] (contiguous): pairs by expert, in ascending order within one."""
     pairs, device = index.numel(), index.device
     if index.shape[0] == 1:
         return ExpertTiles(index, index, index, index, direct=True)
-    inline = pairs <= _INLINE
-    config = _SHORT if _INLINE < pairs <= _MOST_SHORT else SortConfig()
-    chunks = triton.cdiv(pairs, config.chunk)
-    placers = triton.cdiv(pairs, config.piece) if inline else chunks
+    config = config or sort_config_of(pairs)
+    inline = config.chunk == 0
     most_tiles = min(pairs, experts) + pairs // bm
     block_e = triton.next_power_of_2(experts)
     order, expert, start, end = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, most_tiles, most_tiles, experts + 1)
     )
-    counts = index if inline else torch.empty((chunks, block_e), dtype=torch.int32, device=device)
-    launch = {"launch_pdl": True} if early else {}
-    if not inline:
-        _count_kernel[(chunks,)](
-            index, counts, pairs, BLOCK_E=block_e, CHUNK=config.chunk, EARLY=early, num_warps=4, **launch
-        )
+    chunks = 0 if inline else triton.cdiv(pairs, config.chunk)
+    counts = index if inline else _count_pairs(index, block_e, config.chunk, early)
+    placers = triton.cdiv(pairs, config.piece)
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, TILES=_TILE_ROWS, INLINE=inline, EARLY=early,
-        num_warps=config.warps, **launch,
+        BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, WIDTH=config.width, TILES=_TILE_ROWS, INLINE=inline,
+        EARLY=early, num_warps=config.warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
+
+
+def _count_pairs(index: Tensor, block_e: int, chunk: int, early: bool) -> Tensor:
+    """[chunks + 1, block_e]: pairs of each expert in the chunks before; last, in all."""
+    pairs, launch = index.numel(), {"launch_pdl": True} if early else {}
+    chunks = triton.cdiv(pairs, chunk)
+    counts = torch.empty((chunks + 1, block_e), dtype=torch.int32, device=index.device)
+    _count_kernel[(chunks,)](index, counts, pairs, BLOCK_E=block_e, CHUNK=chunk, EARLY=early, num_warps=4, **launch)
+    rows, columns = _SCAN
+    _scan_kernel[(triton.cdiv(block_e, columns),)](
+        counts, chunks, BLOCK_E=block_e, ROWS=rows, COLUMNS=min(columns, block_e), EARLY=early, num_warps=4, **launch
+    )
+    return counts
 
 
 # --- the grouped matmul
@@ -451,7 +481,7 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
         return MoeTileConfig(32, 64, 128, 4, 3), moe_many.MoeManyConfig(32, 128, 128, 4, 3, resident=False)
     if each <= 64:
         return moe_many.MoeManyConfig(64, 128, 64, 4, 4, resident=False), moe_many.MoeManyConfig(64, 128, 128, 4, 4)
-    if each <= 300:
+    if each <= 640:
         return moe_many.FIRST._replace(stages=4, resident=False), moe_many.SECOND._replace(stages=4)
     return moe_many.FIRST, moe_many.SECOND
 

@@ -69,13 +69,17 @@ def _norm_kernel(
     """Row r of `x` is head r % HEADS of token r // HEADS; `out` is contiguous. ADD: x += delta first, in place; delta
     is the sum of PARTS, rounded. FACTORS: each part of a row times its factor. LARGEST: results are codes up to it,
     with a scale for each GROUP of a row; 0: numbers."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     token, head = (row // HEADS).to(tl.int64), row % HEADS
+    weight_at = (head * weight_stride)[:, None] + column[None, :]
+    if EARLY:
+        gdc_launch_dependents()
+    if WEIGHT:  # no kernel before this one makes them, so they come while those still run
+        gain = tl.load(weight + weight_at, mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()
     at = (token * x_stride + head * x_head_stride)[:, None] + column[None, :]
     h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -83,9 +87,9 @@ def _norm_kernel(
         if FACTORS:
             step = _weighted_sum(delta_at, part_stride, factors + token * PARTS, inside, row < rows, PARTS)
         else:
-            step = tl.load(delta_at, mask=inside, other=0.0)
+            step = tl.load(delta_at, mask=inside, other=0.0).to(tl.float32)
             for part in tl.static_range(1, PARTS):
-                step += tl.load(delta_at + part * part_stride, mask=inside, other=0.0)
+                step += tl.load(delta_at + part * part_stride, mask=inside, other=0.0).to(tl.float32)
         total = (h + step.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + at, total, mask=inside)
         h = total.to(tl.float32)
@@ -96,9 +100,8 @@ def _norm_kernel(
     kind: tl.constexpr = x.dtype.element_ty
     if not WIDE:
         h = h.to(kind).to(tl.float32)
-    weight_at = (head * weight_stride)[:, None] + column[None, :]
     if WEIGHT:
-        h = h * (tl.load(weight + weight_at, mask=inside, other=0.0).to(tl.float32) + offset)
+        h = h * (gain.to(tl.float32) + offset)
     if BIAS:
         h = h + tl.load(bias + weight_at, mask=inside, other=0.0).to(tl.float32)
     if LARGEST > 0:

@@ -31,9 +31,9 @@ def _sum_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + column
-    total = tl.load(sums + at, mask=inside, other=0.0)
+    total = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(sums + part * part_stride + at, mask=inside, other=0.0)
+        total += tl.load(sums + part * part_stride + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 

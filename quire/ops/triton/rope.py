@@ -68,9 +68,9 @@ def _put_codes(
 @triton.jit
 def _read(own, column, mask, part_stride, PARTS: tl.constexpr, NARROW: tl.constexpr):
     """A tile of every head as float32: the sum of PARTS, rounded to the dtype NARROW."""
-    x = tl.load(own[:, None] + column, mask=mask, other=0.0)
+    x = tl.load(own[:, None] + column, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        x += tl.load(own[:, None] + part * part_stride + column, mask=mask, other=0.0)
+        x += tl.load(own[:, None] + part * part_stride + column, mask=mask, other=0.0).to(tl.float32)
     return x.to(NARROW).to(tl.float32)
 
 

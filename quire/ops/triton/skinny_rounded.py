@@ -71,9 +71,15 @@ def _fill_both(
 
 
 @gluon.jit
-def _fill_rows(rows, staged, barrier, place, buffer, first, PIECES: gl.constexpr):
+def _fill_rows(
+    rows, others, staged, beside, barrier, place, buffer, first, ROWS: gl.constexpr, BESIDE: gl.constexpr,
+    PIECES: gl.constexpr,
+):  # fmt: skip
     for piece in gl.static_range(PIECES):
-        load_tile(rows, [first, (buffer * PIECES + piece) * DEPTH], barrier, staged.index(place * PIECES + piece))
+        at, k = place * PIECES + piece, (buffer * PIECES + piece) * DEPTH
+        load_tile(rows, [first, k], barrier, staged.index(at))
+        if BESIDE:
+            load_tile(others, [first + ROWS, k], barrier, beside.index(at))
 
 
 @gluon.constexpr_function
@@ -84,21 +90,22 @@ def _layout(tile: int, rows: int, warps: int) -> gl.NVMMADistributedLayout:
 
 
 @gluon.jit
-def _product(
-    matrix, narrow, rows, first, column, begin, end, other,
-    TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
-    GATED: gl.constexpr, EARLY: gl.constexpr,
+def _begin(
+    matrix, narrow, rows, others, first, column, begin, end, other,
+    TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, BESIDE: gl.constexpr, PIECES: gl.constexpr,
+    BUFFERS: gl.constexpr, GATED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """[TILE, ROWS]: the tile's rows of the matrix times ROWS rows from `first` on, over buffers [begin, end) of PIECES
-    pieces of K; and [ADDED, ROWS] of the rows of the matrix that follow, if there are any."""
+    """The ring (codes of the tile, of the rows of the matrix that follow, inputs, those that follow, barriers), whose
+    buffers are on their way. What kernels before this one make may be read from now on."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     ring = gl.allocate_shared_memory(matrix.dtype, [BUFFERS * PIECES, TILE, DEPTH], layout)
     staged = gl.allocate_shared_memory(rows.dtype, [BUFFERS * PIECES, ROWS, DEPTH], layout)
-    added = ring
+    added, beside = ring, staged
     if ADDED:
         added = gl.allocate_shared_memory(matrix.dtype, [BUFFERS * PIECES, ADDED, DEPTH], layout)
+    if BESIDE:
+        beside = gl.allocate_shared_memory(rows.dtype, [BUFFERS * PIECES, BESIDE, DEPTH], layout)
     barriers = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    BYTES: gl.constexpr = PIECES * (TILE + ADDED + ROWS) * DEPTH
     for at in gl.static_range(BUFFERS):
         mbarrier.init(barriers.index(at), count=1)
     fence_async_shared()
@@ -107,7 +114,7 @@ def _product(
     for at in gl.static_range(BUFFERS):
         if begin + at < end:
             barrier = barriers.index(at)
-            mbarrier.expect(barrier, BYTES)
+            mbarrier.expect(barrier, PIECES * (TILE + ADDED + ROWS + BESIDE) * DEPTH)
             _fill_both(
                 matrix, narrow, ring, added, barrier, at, begin + at, column, other, TILE, ADDED, PIECES, GATED
             )  # fmt: skip
@@ -115,24 +122,58 @@ def _product(
         gdc_wait()
     for at in gl.static_range(BUFFERS):
         if begin + at < end:
-            _fill_rows(rows, staged, barriers.index(at), at, begin + at, first, PIECES)
-    acc = gl.zeros([TILE, ROWS], gl.float32, layout=_layout(TILE, ROWS, gl.num_warps()))
-    more = gl.zeros([ADDED or 64, ROWS], gl.float32, layout=_layout(ADDED or 64, ROWS, gl.num_warps()))
-    MATMULS: gl.constexpr = PIECES * (2 if ADDED else 1)  # of a turn
+            _fill_rows(rows, others, staged, beside, barriers.index(at), at, begin + at, first, ROWS, BESIDE, PIECES)
+    return ring, added, staged, beside, barriers
+
+
+@gluon.jit
+def _zeros(HEIGHT: gl.constexpr, ROWS: gl.constexpr):
+    return gl.zeros([HEIGHT or 64, ROWS or 64], gl.float32, layout=_layout(HEIGHT or 64, ROWS or 64, gl.num_warps()))
+
+
+@gluon.jit
+def _waited(LEFT: gl.constexpr, acc, more, wide, corner, ADDED: gl.constexpr, BESIDE: gl.constexpr):
+    """When no more than LEFT matmuls are under way."""
+    if ADDED and BESIDE:
+        acc, more, wide, corner = warpgroup_mma_wait(LEFT, deps=(acc, more, wide, corner))
+    elif ADDED:
+        acc, more = warpgroup_mma_wait(LEFT, deps=(acc, more))
+    elif BESIDE:
+        acc, wide = warpgroup_mma_wait(LEFT, deps=(acc, wide))
+    else:
+        acc = warpgroup_mma_wait(LEFT, deps=(acc,))
+    return acc, more, wide, corner
+
+
+@gluon.jit
+def _product(
+    matrix, narrow, rows, others, ring, added, staged, beside, barriers, first, column, begin, end, other,
+    TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, BESIDE: gl.constexpr, PIECES: gl.constexpr,
+    BUFFERS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """[TILE, ROWS]: the tile's rows of the matrix times ROWS rows from `first` on, over buffers [begin, end) of PIECES
+    pieces of K; [ADDED, ROWS] of the rows of the matrix that follow, if there are any; and both with the BESIDE rows of
+    inputs that follow, if there are any."""
+    BYTES: gl.constexpr = PIECES * (TILE + ADDED + ROWS + BESIDE) * DEPTH
+    MATMULS: gl.constexpr = PIECES * (2 if ADDED else 1) * (2 if BESIDE else 1)  # of a turn
+    acc, more, wide, corner = _zeros(TILE, ROWS), _zeros(ADDED, ROWS), _zeros(TILE, BESIDE), _zeros(ADDED, BESIDE)
     turns = end - begin
     gl.assume(turns > 0)  # without a way around the loop the assembler lets matmuls overlap
     for turn in range(0, turns):
         place = turn % BUFFERS
         mbarrier.wait(barriers.index(place), (turn // BUFFERS) & 1)
         for piece in gl.static_range(PIECES):
-            inputs = staged.index(place * PIECES + piece).permute((1, 0))
-            acc = warpgroup_mma(ring.index(place * PIECES + piece), inputs, acc, is_async=True)
+            at = place * PIECES + piece
+            inputs = staged.index(at).permute((1, 0))
+            acc = warpgroup_mma(ring.index(at), inputs, acc, is_async=True)
             if ADDED:
-                more = warpgroup_mma(added.index(place * PIECES + piece), inputs, more, is_async=True)
-        if ADDED:
-            acc, more = warpgroup_mma_wait(MATMULS, deps=(acc, more))
-        else:
-            acc = warpgroup_mma_wait(MATMULS, deps=(acc,))
+                more = warpgroup_mma(added.index(at), inputs, more, is_async=True)
+            if BESIDE:
+                following = beside.index(at).permute((1, 0))
+                wide = warpgroup_mma(ring.index(at), following, wide, is_async=True)
+                if ADDED:
+                    corner = warpgroup_mma(added.index(at), following, corner, is_async=True)
+        acc, more, wide, corner = _waited(MATMULS, acc, more, wide, corner, ADDED, BESIDE)
         buffer = begin + turn - 1 + BUFFERS  # into the place of the turn before, whose matmuls are over
         if (turn > 0) & (buffer < end):
             free = (turn + BUFFERS - 1) % BUFFERS
@@ -141,14 +182,44 @@ def _product(
                 matrix, narrow, ring, added, barriers.index(free), free, buffer, column, other, TILE, ADDED, PIECES,
                 GATED,
             )  # fmt: skip
-            _fill_rows(rows, staged, barriers.index(free), free, buffer, first, PIECES)
-    if ADDED:
-        acc, more = warpgroup_mma_wait(0, deps=(acc, more))
-    else:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+            _fill_rows(rows, others, staged, beside, barriers.index(free), free, buffer, first, ROWS, BESIDE, PIECES)
+    acc, more, wide, corner = _waited(0, acc, more, wide, corner, ADDED, BESIDE)
     for at in gl.static_range(BUFFERS):
         mbarrier.invalidate(barriers.index(at))
-    return acc, more
+    return acc, more, wide, corner
+
+
+@gluon.jit
+def _scales(scale, column, columns, other, HEIGHT: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr):
+    """Of a tile's rows of the matrix, where its sums have them: few registers, so they are read before the loop."""
+    row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, _layout(HEIGHT, ROWS, gl.num_warps())))
+    n = column + (row % (HEIGHT // 2) if GATED else row)
+    at = n + row // (HEIGHT // 2) * other if GATED else n
+    return gl.load(scale + at, mask=n < columns, other=0.0)
+
+
+@gluon.jit
+def _all_scales(
+    scale, column, then, columns, other, TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr,
+    BESIDE: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """For each of the sums of `_product`; of those that there are not, what is there."""
+    first = _scales(scale, column, columns, other, TILE, ROWS, GATED)
+    second, third, fourth = first, first, first
+    if ADDED:
+        second = _scales(scale, then, columns, other, ADDED, ROWS, GATED)
+    if BESIDE:
+        third = _scales(scale, column, columns, other, TILE, BESIDE, GATED)
+        if ADDED:
+            fourth = _scales(scale, then, columns, other, ADDED, BESIDE, GATED)
+    return first, second, third, fourth
+
+
+@gluon.constexpr_function
+def _stored(columns: int, entries: int, warps: int) -> gl.BlockedLayout:
+    """Of results that are stored in pieces of so many neighbouring columns."""
+    lanes = min(32, columns // entries)
+    return gl.BlockedLayout([entries, 1], [lanes, 32 // lanes], [1, warps], [0, 1])
 
 
 @gluon.jit
@@ -156,36 +227,59 @@ def _store_part(
     acc, scale, row_scale, bias, sums, first, column, part, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
     """acc times the scales of both sides, to sums [parts, num_rows, columns], in pieces of 16 bytes."""
-    LANES: gl.constexpr = min(32, acc.shape[0] // 4)  # along a row of the result
-    own: gl.constexpr = gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
-    wide = gl.convert_layout(acc, own)
-    n = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, own))
+    ENTRIES: gl.constexpr = 128 // sums.dtype.element_ty.primitive_bitwidth
+    own: gl.constexpr = _stored(acc.shape[0], ENTRIES, gl.num_warps())
     m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, own))
-    wide *= gl.load(scale + n, mask=n < columns, other=0.0)[:, None]
-    wide *= gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
+    by = gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
+    n = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, own))
+    wide = gl.convert_layout(acc * scale[:, None], own) * by
     if BIAS:
         wide += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
     at = sums + (part * num_rows + m).to(gl.int64)[None, :] * columns + n[:, None]
-    gl.store(at, wide, mask=(n < columns)[:, None] & (m < num_rows)[None, :])
+    gl.store(at, wide.to(sums.dtype.element_ty), mask=(n < columns)[:, None] & (m < num_rows)[None, :])
 
 
 @gluon.jit(do_not_specialize=["num_rows", "buffers", "parts"])
 def _parts_kernel(
-    matrix, narrow, rows, scale, row_scale, bias, sums, num_rows, columns, buffers, parts,
-    TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
-    BIAS: gl.constexpr, EARLY: gl.constexpr,
+    matrix, narrow, rows, others, scale, row_scale, bias, sums, num_rows, columns, buffers, parts,
+    TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, BESIDE: gl.constexpr, PIECES: gl.constexpr,
+    BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """grid (tiles of rows, tiles * parts). sums [parts, num_rows, columns] = rows matrix', each over its split
     of K."""
-    first, part = gl.program_id(0) * ROWS, gl.program_id(1) % parts
+    first, part = gl.program_id(0) * (ROWS + BESIDE), gl.program_id(1) % parts
     column = gl.program_id(1) // parts * (TILE + ADDED)
     begin, end = part * buffers // parts, (part + 1) * buffers // parts
-    acc, more = _product(
-        matrix, narrow, rows, first, column, begin, end, 0, TILE, ADDED, ROWS, PIECES, BUFFERS, False, EARLY
+    by = _all_scales(scale, column, column + TILE, columns, 0, TILE, ADDED, ROWS, BESIDE, False)
+    ring, added, staged, beside, barriers = _begin(
+        matrix, narrow, rows, others, first, column, begin, end, 0, TILE, ADDED, ROWS, BESIDE, PIECES, BUFFERS, False,
+        EARLY,
     )  # fmt: skip
-    _store_part(acc, scale, row_scale, bias, sums, first, column, part, num_rows, columns, BIAS)
+    acc, more, wide, corner = _product(
+        matrix, narrow, rows, others, ring, added, staged, beside, barriers, first, column, begin, end, 0, TILE, ADDED,
+        ROWS, BESIDE, PIECES, BUFFERS, False,
+    )  # fmt: skip
+    _store_part(acc, by[0], row_scale, bias, sums, first, column, part, num_rows, columns, BIAS)
     if ADDED:
-        _store_part(more, scale, row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS)
+        _store_part(more, by[1], row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS)
+    if BESIDE:
+        first += ROWS
+        _store_part(wide, by[2], row_scale, bias, sums, first, column, part, num_rows, columns, BIAS)
+        if ADDED:
+            _store_part(corner, by[3], row_scale, bias, sums, first, column + TILE, part, num_rows, columns, BIAS)
+
+
+# Four instructions where the compiler makes ten, to be right to the last bit: a program has one multiprocessor to itself,
+# and nothing is multiplied while it does this for 24,576 results.
+_SIGMOID = gl.constexpr("""
+    {
+    .reg .f32 a;
+    mul.f32 a, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 a, a;
+    add.f32 a, a, 0f3F800000;
+    rcp.approx.ftz.f32 $0, a;
+    }
+""")
 
 
 @gluon.jit
@@ -193,12 +287,13 @@ def _store_silu(
     acc, scale, row_scale, bias, out, first, column, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
     """acc holds gates, then ups, without scales: out [num_rows, columns] = silu(gate) * up, in pieces of 16 bytes."""
+    acc *= scale[:, None]
     HALF: gl.constexpr = acc.shape[0] // 2
     LANES: gl.constexpr = HALF // 8  # along a row of the result
     WARPS: gl.constexpr = gl.num_warps()
     kind: gl.constexpr = out.dtype.element_ty
     pairs: gl.constexpr = gl.BlockedLayout([8, 1, 2], [LANES, 32 // LANES, 1], [1, WARPS, 1], [2, 0, 1])
-    own: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    own: gl.constexpr = _stored(HALF, 8, WARPS)
     both = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, acc.shape[1]]), [1, 2, 0]), pairs)
     gate, up = gl.split(both)  # of one column in one thread
     gate, up = gl.convert_layout(gate, own), gl.convert_layout(up, own)
@@ -206,33 +301,42 @@ def _store_silu(
     m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, own))
     inside = n < columns
     by = gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
-    gate *= gl.load(scale + n, mask=inside, other=0.0)[:, None] * by
-    up *= gl.load(scale + columns + n, mask=inside, other=0.0)[:, None] * by
+    gate, up = gate * by, up * by
     if BIAS:
         gate += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)[:, None]
         up += gl.load(bias + columns + n, mask=inside, other=0.0).to(gl.float32)[:, None]
-    gate, up = gate.to(kind).to(gl.float32), up.to(kind).to(gl.float32)  # rounded where separate ops round
-    gate = (gate / (1.0 + gl.exp(-gate))).to(kind).to(gl.float32)
+    sigmoid = gl.inline_asm_elementwise(_SIGMOID, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
     at = out + m.to(gl.int64)[None, :] * columns + n[:, None]
-    gl.store(at, (gate * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
+    gl.store(at, (gate * sigmoid * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
 
 
 @gluon.jit(do_not_specialize=["num_rows", "buffers"])
 def _silu_kernel(
-    matrix, narrow, rows, scale, row_scale, bias, out, num_rows, columns, buffers,
-    TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
-    BIAS: gl.constexpr, EARLY: gl.constexpr,
+    matrix, narrow, rows, others, scale, row_scale, bias, out, num_rows, columns, buffers,
+    TILE: gl.constexpr, ADDED: gl.constexpr, ROWS: gl.constexpr, BESIDE: gl.constexpr, PIECES: gl.constexpr,
+    BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """grid (tiles of rows, tiles). out [num_rows, columns] = silu(gate) * up; the matrix holds gate rows, then up
     rows."""
-    first, column = gl.program_id(0) * ROWS, gl.program_id(1) * ((TILE + ADDED) // 2)
-    acc, more = _product(
-        matrix, narrow, rows, first, column, 0, buffers, columns, TILE, ADDED, ROWS, PIECES, BUFFERS, True, EARLY
+    first, column = gl.program_id(0) * (ROWS + BESIDE), gl.program_id(1) * ((TILE + ADDED) // 2)
+    then = column + TILE // 2
+    by = _all_scales(scale, column, then, columns, columns, TILE, ADDED, ROWS, BESIDE, True)
+    ring, added, staged, beside, barriers = _begin(
+        matrix, narrow, rows, others, first, column, 0, buffers, columns, TILE, ADDED, ROWS, BESIDE, PIECES, BUFFERS,
+        True, EARLY,
     )  # fmt: skip
-    _store_silu(acc, scale, row_scale, bias, out, first, column, num_rows, columns, BIAS)
+    acc, more, wide, corner = _product(
+        matrix, narrow, rows, others, ring, added, staged, beside, barriers, first, column, 0, buffers, columns, TILE,
+        ADDED, ROWS, BESIDE, PIECES, BUFFERS, True,
+    )  # fmt: skip
+    _store_silu(acc, by[0], row_scale, bias, out, first, column, num_rows, columns, BIAS)
     if ADDED:
-        begin = column + TILE // 2
-        _store_silu(more, scale, row_scale, bias, out, first, begin, num_rows, columns, BIAS)
+        _store_silu(more, by[1], row_scale, bias, out, first, then, num_rows, columns, BIAS)
+    if BESIDE:
+        first += ROWS
+        _store_silu(wide, by[2], row_scale, bias, out, first, column, num_rows, columns, BIAS)
+        if ADDED:
+            _store_silu(corner, by[3], row_scale, bias, out, first, then, num_rows, columns, BIAS)
 
 
 def fits_weight(weight: CodedWeight) -> bool:
@@ -258,57 +362,87 @@ def fits(x: RoundedRows, weight: CodedWeight) -> bool:
     )
 
 
-# Among the best of those that were tried on an H200 (docs/log.md), by the most rows of a tile. The tall ones of a gated
-# matrix are for those that they divide evenly among the multiprocessors.
-_RINGS = {64: RoundedRing(64, 64, 2, 3, 2), 128: RoundedRing(128, 128, 1, 6, 1), 256: RoundedRing(128, 256, 1, 4, 1)}
-_GATED = {64: RoundedRing(64, 64, 1, 4, 3), 128: RoundedRing(64, 128, 1, 3, 3), 256: RoundedRing(64, 128, 1, 3, 3)}
-_TALL = {128: RoundedRing(192, 128, 1, 5, 1), 256: RoundedRing(192, 256, 1, 4, 1)}
+# By the most rows of a tile, in the order of preference: taken is the first that keeps _EVEN of the multiprocessors busy.
+# These were the fastest for the matrices of 8B, a layer without attention timed as a whole on an H200 (docs/log.md);
+# with others the first one may leave most multiprocessors idle at the end. Up to _SHORT entries of K, few programs with a
+# deep ring are better: most of a split is on its way before the kernel before this one ends.
+_SHORT = 4096
+_RINGS = {
+    64: [RoundedRing(64, 64, 2, 3, 2)],
+    96: [RoundedRing(128, 128, 1, 6, 1), RoundedRing(64, 128, 1, 8, 1)],
+    128: [RoundedRing(64, 128, 1, 8, 1), RoundedRing(128, 128, 1, 6, 1)],
+    192: [RoundedRing(64, 192, 1, 3, 2), RoundedRing(128, 192, 1, 5, 1)],
+    256: [RoundedRing(64, 256, 1, 5, 1), RoundedRing(128, 256, 1, 4, 1)],
+}
+_SHORT_RINGS = _RINGS | {
+    64: [RoundedRing(64, 64, 2, 6, 1), RoundedRing(64, 64, 2, 3, 2)],
+    256: [RoundedRing(128, 128, 1, 6, 1), RoundedRing(64, 256, 1, 5, 1)],
+}
+_GATED = {
+    64: [RoundedRing(128, 64, 1, 4, 2), RoundedRing(64, 64, 1, 4, 3)],
+    96: [RoundedRing(192, 128, 1, 5, 1), RoundedRing(64, 128, 1, 3, 3)],
+    128: [RoundedRing(128, 128, 1, 3, 2), RoundedRing(192, 128, 1, 5, 1), RoundedRing(64, 128, 1, 3, 3)],
+    192: [RoundedRing(192, 192, 1, 4, 1), RoundedRing(64, 128, 1, 3, 3)],
+    256: [RoundedRing(192, 256, 1, 4, 1), RoundedRing(64, 128, 1, 3, 3)],
+}
 _ODD = RoundedRing(64, 64, 1, 4, 3)  # of a K that is no multiple of two pieces
-_EVEN = 0.8  # least share of the multiprocessors that such tiles keep busy
+_EVEN = 0.7
 
 
 def ring_of(rows: int, columns: int, width: int, processors: int, *, gated: bool = False) -> RoundedRing:
-    most = 64 if rows <= 64 else 128 if rows <= 128 else 256
-    ring = _GATED[most] if gated else _RINGS[most]
-    if gated and most in _TALL:
-        tiles = -(-columns // _TALL[most].tile)
-        if tiles >= _EVEN * processors * -(-tiles // processors):
-            ring = _TALL[most]
-    return ring if width % (ring.pieces * DEPTH.value) == 0 else _ODD
+    most = next((most for most in _RINGS if rows <= most), 256)
+    rings = (_GATED if gated else _SHORT_RINGS if width <= _SHORT else _RINGS)[most]
+    rings = [ring for ring in rings if width % (ring.pieces * DEPTH.value) == 0] or [_ODD]
+    busy = [_busy(ring, rows, columns, width, processors, gated=gated) for ring in rings]
+    return next((ring for ring, share in zip(rings, busy, strict=True) if share >= _EVEN), rings[busy.index(max(busy))])
 
 
-def _tiles(ring: RoundedRing) -> tuple[int, int]:
-    """Rows of the matrix that warp groups have as a whole, and those added to them."""
-    return (128, ring.tile - 128) if ring.tile > 128 else (ring.tile, 0)
+def _busy(ring: RoundedRing, rows: int, columns: int, width: int, processors: int, *, gated: bool) -> float:
+    """The share of the multiprocessors' time that programs fill."""
+    programs = -(-rows // ring.rows) * -(-columns // ring.tile)
+    if not gated:
+        programs *= _splits(ring, rows, columns, width, processors)
+    return programs / (processors * -(-programs // processors))
+
+
+def _splits(ring: RoundedRing, rows: int, columns: int, width: int, processors: int) -> int:
+    """Parts of K: as many as there are multiprocessors for the tiles."""
+    tiles, buffers = -(-columns // ring.tile) * -(-rows // ring.rows), width // (DEPTH.value * ring.pieces)
+    return max(1, min(processors * ring.programs // tiles, buffers // 2, _MOST_PARTS))
+
+
+def _parts_of(size: int) -> tuple[int, int]:
+    """Of a tile's side, which are powers of two: 192 is 128 and 64."""
+    return (128, 64) if size == 192 else (size, 0)
 
 
 def _arguments(bias: Tensor | None, ring: RoundedRing, early: bool) -> dict[str, object]:
-    tile, added = _tiles(ring)
-    warps = tile // 16
+    (tile, added), (rows, beside) = _parts_of(ring.tile), _parts_of(ring.rows)
     return {
-        "TILE": tile, "ADDED": added, "ROWS": ring.rows, "PIECES": ring.pieces, "BUFFERS": ring.buffers,
-        "BIAS": bias is not None, "EARLY": early, "num_warps": warps,
+        "TILE": tile, "ADDED": added, "ROWS": rows, "BESIDE": beside, "PIECES": ring.pieces, "BUFFERS": ring.buffers,
+        "BIAS": bias is not None, "EARLY": early, "num_warps": tile // 16,
         **({"launch_pdl": True} if early else {}),
     }  # fmt: skip
 
 
 def _described(x: RoundedRows, weight: CodedWeight, ring: RoundedRing, share: int) -> tuple[TensorDescriptor, ...]:
-    """The matrix, once for each height of tiles, of which a load has one part of `share`; the inputs."""
-    (tile, added), depth = _tiles(ring), DEPTH.value
+    """The matrix, once for each height of tiles, of which a load has one part of `share`; likewise the inputs."""
+    (tile, added), (rows, beside), depth = _parts_of(ring.tile), _parts_of(ring.rows), DEPTH.value
     matrices = [describe(weight.codes, (height // share, depth)) for height in (tile, added or tile)]
-    return *matrices, describe(x.codes, (ring.rows, depth))
+    return *matrices, *(describe(x.codes, (height, depth)) for height in (rows, beside or rows))
 
 
 def linear_parts(
     x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, processors: int, early: bool = False,
-    ring: RoundedRing | None = None, parts: int = 0,
+    ring: RoundedRing | None = None, parts: int = 0, kind: torch.dtype | None = None,
 ) -> PartialSums:  # fmt: skip
     rows, columns = x.codes.shape[0], weight.rows
     ring = ring or ring_of(rows, columns, weight.width, processors)
     buffers, tiles = weight.width // (DEPTH.value * ring.pieces), -(-columns // ring.tile)
     row_tiles = -(-rows // ring.rows)
-    parts = parts or max(1, min(processors * ring.programs // (tiles * row_tiles), buffers // 2, _MOST_PARTS))
-    sums = torch.empty((parts, rows, columns), dtype=torch.float32, device=x.codes.device)
+    parts = parts or _splits(ring, rows, columns, weight.width, processors)
+    kind = kind or (torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32)
+    sums = torch.empty((parts, rows, columns), dtype=kind, device=x.codes.device)
     _parts_kernel[(row_tiles, tiles * parts)](
         *_described(x, weight, ring, 1), weight.scale, x.scale, bias, sums, rows, columns, buffers, parts,
         **_arguments(bias, ring, early),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.config.drafting import SpeculativeConfig
-from quire.drafting.lengths import DraftLengths, StepCosts
+from quire.drafting.lengths import DraftLengths, Rate, StepCosts
 from quire.drafting.proposer import NOTHING, Proposal
 
 MEASURED = [13.0, 14.0, 19.5, 26.5, 47.0, 70.0, 90.0]  # ms of steps of 1, 2, 4, 8, 16, 24, 32 tokens
@@ -105,3 +105,15 @@ def test_costs_that_were_not_probed_go_on_as_the_last_ones_do() -> None:
     assert costs.of(4) == pytest.approx(1.5), "one size tells nothing"
     costs.probed([5.0, 4.0, 6.0])
     assert costs.of(2) == 1.0, "a longer step is never cheaper"
+
+
+def test_rows_are_learned_from_in_the_order_of_their_proposals() -> None:
+    """Rates go by what was seen last, and ranks that share a model must come to the same ones: the order must not be
+    that of hashes, which each process has for itself."""
+    made, names = lengths(), [f"request {number}" for number in range(40)]
+    made.choose(names, [Proposal([1], 3)] * len(names))
+    made.observe_all({name: [1 if i < 20 else 2] for i, name in reversed(list(enumerate(names)))})
+    expected = Rate(0.99)
+    for i in range(len(names)):
+        expected.add(i < 20)
+    assert made._first[3].value(0.5) == expected.value(0.5)

@@ -90,3 +90,33 @@ def test_a_second_read_names_the_weights_of_the_first() -> None:
     adapters.add(lora)
     adapters.begin_reads()
     assert [source.digest for source in reader.begun] == ["/a"]
+
+
+class OtherFiles(Reader):
+    """Two ranks on two machines, whose folders of that path have other files."""
+
+    differ = True
+
+    def ask(self, verb: Any, *args: Any) -> list[Any]:
+        answers = super().ask(verb, *args)[0]
+        if verb.__name__ != "poll_adapters":
+            return [answers] * 2
+        others = [AdapterRead(serial=one.serial, digest=one.digest + "other" * self.differ) for one in answers]
+        return [answers, others]
+
+
+def test_an_adapter_must_be_the_same_for_all_ranks() -> None:
+    """Else they would change other layers, and capture other steps."""
+    executor: Any = OtherFiles()
+    adapters = EngineAdapters(executor, AdapterSlots(1, 1))
+    for differ in (True, False):
+        executor.differ = differ
+        is_over, finish = adapters.add(LoRARequest("a", 1, "/a"))
+        adapters.begin_reads()
+        adapters.take_read(0.0)
+        assert is_over()
+        if differ:
+            with pytest.raises(InputError, match="LoRA adapter 'a' in /a is not the same for all ranks"):
+                finish()
+        else:
+            assert finish()

@@ -80,6 +80,18 @@ def test_end_of_text_and_late_stop():
         assert run(loop) == {"a": ([*ids_of("ab"), EOS], FinishReason.STOP)}
 
 
+def test_all_are_aborted_in_the_order_in_which_they_came():
+    """Ranks with an engine each must free blocks in the same order; hashes of names differ between processes."""
+    for abort in (lambda loop: call(loop, "pause"), lambda loop: call(loop, "abort_requests")):
+        loop, names = make_loop(max_num_seqs=4), [f"request {number}" for number in range(30)]
+        for name in names:
+            loop.submit(request(name))
+        loop.step()
+        abort(loop)
+        ended = [output.request_id for output in loop.step() if output.finish_reason is FinishReason.ABORT]
+        assert ended == names
+
+
 def test_what_was_given_back_comes_before_what_happened_since():
     loop = make_loop(max_num_queued=1)
     loop.submit(request("a", "abcdef", max_tokens=4))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -25,7 +25,9 @@ from quire.base import env
 from quire.base.curve import Curve
 from quire.base.seal import Seal, SealError, new_secret
 from quire.base.sockets import Hub, Wire
+from quire.executor.alike import difference, statement
 from quire.executor.base import Executor, WorkerProtocol, least_by_stage, one_model
+from quire.executor.members import Launch, WorkerBoot, WorkerProcess, on_this_host
 from quire.executor.remote import RemoteExecutor, types_of
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec, ModelInfo
@@ -134,11 +136,14 @@ class RankWorker:
         return gc.get_freeze_count()
 
 
-def start(num_workers: int = 3, host: str | None = None, **settings: Any) -> RemoteExecutor:
+def start(
+    num_workers: int = 3, host: str | None = None, launch: Launch = on_this_host, **settings: Any
+) -> RemoteExecutor:
     return RemoteExecutor(
         Settings(**settings),  # type: ignore[arg-type]
         num_workers=num_workers,
         host=host,
+        launch=launch,
         worker=f"{__name__}:RankWorker",
         config_type=f"{__name__}:Settings",
     )
@@ -193,6 +198,60 @@ def test_the_next_step_starts_while_a_result_is_awaited() -> None:
         assert executor.call("said", [], {}, 30.0)[0][3] == 2  # while the first sleeps
         second = executor.sample(4, None)
         assert first.result().sampled == second.result().sampled == [[40]]
+    finally:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_machines_that_would_not_compute_the_same_do_not_start(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of them the variable is set for: each machine has an environment of its own."""
+
+    def launch(boots: Sequence[WorkerBoot], names: Sequence[str]) -> list[WorkerProcess]:
+        started = []
+        for boot, name in zip(boots, names, strict=True):
+            with monkeypatch.context() as there:
+                if boot.rank == rank:
+                    there.setenv("QUIRE_BATCH_INVARIANT", "1")
+                started.append(WorkerProcess(boot, name))
+        return started
+
+    executor = start(2, host="127.0.0.1", launch=launch)
+    try:
+        values = ("'True'", "'False'") if rank else ("'False'", "'True'")
+        with pytest.raises(
+            EngineDeadError, match=f"worker 1 has QUIRE_BATCH_INVARIANT {values[0]} and worker 0 {values[1]}"
+        ):
+            executor.ask(WorkerProtocol.load)
+    finally:
+        executor.shutdown()
+
+
+def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = statement()
+    assert difference([own, dict(own)], "worker {}".format) == ""
+    assert {"quire", "torch", "triton", "QUIRE_PP_LAYER_PARTITION", "QUIRE_SHARE_GPUS"} < own.keys()
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "perhaps")
+    env.BATCH_INVARIANT.forget()
+    assert "perhaps" in statement()["QUIRE_BATCH_INVARIANT"]  # whoever reads it says what is wrong with it
+    env.BATCH_INVARIANT.forget()
+    told = difference([own, own, own | {"torch": "1.0"}], "worker {}".format)
+    assert told.startswith(f"worker 2 has torch '1.0' and worker 0 {own['torch']!r}")
+
+
+def test_an_answer_that_cannot_be_taken_ends_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads answers any more: whoever waits for one hears of it."""
+    executor = start(1)
+    try:
+        executor.ask(WorkerProtocol.load)
+
+        def take(message: Any) -> None:
+            raise LookupError("no such thing")
+
+        monkeypatch.setattr(executor, "_take", take)
+        with pytest.raises(EngineDeadError, match=r"answers cannot be read any more: LookupError\('no such thing'\)"):
+            executor.ask(WorkerProtocol.free_bytes)
     finally:
         executor.shutdown()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from quire.grammar.thought import Marks, Stage, Thought
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
+from quire.schema.errors import OverloadedError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import ResolvedParams
@@ -60,10 +62,26 @@ def made(vocabulary: GrammarVocabulary) -> Iterator[list[Masks]]:
         masks.close()
 
 
+class InStep(Obedient):
+    """One of several ranks that have a loop each, and say something at the same point."""
+
+    meeting = threading.Barrier(2, timeout=60)
+    said: ClassVar[dict[int, bytes]] = {}
+    rank = 0
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self.said[self.rank] = data
+        self.meeting.wait()
+        every = [self.said[rank] for rank in sorted(self.said)]
+        self.meeting.wait()
+        return every
+
+
 def make_loop(
-    made: list[Masks], vocabulary: GrammarVocabulary, ahead: int = 0, num_blocks: int = 64, **more: Any
-) -> EngineLoop:
-    fake = Obedient(SimpleNamespace(cache_config=SimpleNamespace(block_size=4), additional_config={}))
+    made: list[Masks], vocabulary: GrammarVocabulary, ahead: int = 0, num_blocks: int = 64,
+    executor: type[Obedient] = Obedient, **more: Any,
+) -> EngineLoop:  # fmt: skip
+    fake = executor(SimpleNamespace(cache_config=SimpleNamespace(block_size=4), additional_config={}))
     layout = place(fake.load().specs, 0, num_blocks=num_blocks, max_model_len=100, max_num_seqs=8)
     settings = SchedulerSettings(max_model_len=100, max_num_batched_tokens=16, max_num_seqs=8, depth=ahead + 1)
     made.append(Masks(lambda: vocabulary, **more))
@@ -382,3 +400,40 @@ def test_drafts_do_not_outrun_a_reasoning_budget(made: list[Masks], vocabulary: 
     rows = allowed(mask)
     assert [len(rows[0, offset]) > 200 for offset in range(6)] == [True, True, False, False, True, True]
     assert (rows[0, 2], rows[0, 3]) == ("!", ">"), "the end is forced where the budget is used up"
+
+
+def test_ranks_refuse_together_what_one_of_them_refuses(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
+    """Each rank compiles for itself: one may be slower than a limit, or find its queue full. A request that only some
+    of them know is the end of all."""
+    loops = [make_loop(made, vocabulary, executor=InStep) for _ in range(2)]
+    steps: list[list[tuple[str, ...]]] = [[], []]
+    found: dict[int, Any] = {}
+
+    def serve(rank: int) -> None:
+        loop: Any = loops[rank]
+        loop.executor.rank, forward, add = rank, loop.executor.forward, loop.masks.add
+
+        def refuse(given: EngineRequest) -> bool:
+            if (given.request_id, rank) in {("full", 0), ("slow", 1)}:
+                raise OverloadedError(f"{given.request_id} here")
+            return bool(add(given))
+
+        def noted(plan: StepPlan) -> None:
+            steps[rank].append(tuple(grant.request_id for grant in plan.grants))
+            forward(plan)
+
+        loop.masks.add, loop.executor.forward = refuse, noted
+        for name in ("full", "good", "slow"):
+            loop.submit(request(name, "[0-9]{3}x" + name))
+        loop.submit(request("free", None))
+        found[rank] = {name: (text, out.finish_reason, out.error) for name, (text, out) in run(loop).items()}
+
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] and steps[0] == steps[1]
+    for name in ("full", "slow"):
+        assert found[0][name] == ("", FinishReason.ERROR, f"{name} here")
+    assert found[0]["good"][0] == "000xgood" and found[0]["free"][1] is FinishReason.LENGTH

@@ -86,6 +86,19 @@ def test_each_token_said_buys_more_time(monkeypatch: pytest.MonkeyPatch, seconds
     assert ends_at is None and backend.now > 5 * MOST_SECONDS
 
 
+def test_where_ranks_must_agree_no_clock_ends_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = Backend()
+    monkeypatch.setattr(masks_module, "now", lambda: backend.now)
+    masks = Masks(
+        lambda: GrammarVocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64, ends_slow=False
+    )  # fmt: skip
+    given = EngineRequest(request_id="0", prompt_token_ids=[1], params=ResolvedParams(), seed=0, max_tokens=999)
+    matcher: Any = Matcher(50.0)
+    masks._states["0"] = _GrammarState(given, matcher, backend)
+    plan = StepPlan(step=0, grants=(Grant("0", 0, 1, True, 0),))
+    assert not any(masks.mask(plan)[1] for _ in range(20))
+
+
 def test_the_whole_budget_may_be_spent() -> None:
     given = EngineRequest(request_id="0", prompt_token_ids=[1], params=ResolvedParams(), seed=0, max_tokens=999)
     for num_outputs, budget in ((0, 2.0), (10, 2.5)):
