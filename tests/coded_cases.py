@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.ops.act import GATED
 from quire.ops.coded import CodedWeight, chunk_of, is_packed, pack_halves
-from quire.ops.few import NormRule, linear_add, norm_linear
+from quire.ops.few import NormRule, linear_add, norm_linear, norm_linears
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows, RowCode
 
@@ -95,7 +95,7 @@ def check_few(name: str, rows: int, device: str, dtype: torch.dtype, *, early: b
 
 
 def check_few_forms(forms: ModuleType, x: Tensor, weight: CodedWeight, *, early: bool = False) -> None:
-    """Every use of `norm_linear` and `linear_add`: norms before, an activation or an addition after the matmul."""
+    """Every use of these ops: norms before, an activation or an addition after the matmul; matrices side by side."""
     from quire.ops.triton import act  # as above
 
     rows, dtype, device = x.shape[0], x.dtype, str(x.device)
@@ -104,6 +104,8 @@ def check_few_forms(forms: ModuleType, x: Tensor, weight: CodedWeight, *, early:
     bias, rule, wide = bias[0], NormRule(gains, 1e-6, 0.0, False), NormRule(gains, 1e-6, 1.0, True)
     silu, plain = act.gated_form(act.SILU), GATED["silu"].reference
     known = {"codes": {silu: act.SILU}, "early": early}
+    both, parts = torch.cat((bias, -bias)), [weight, weight]
+    check(forms.norm_linears(x, rule, parts, both, early=early), norm_linears(x, rule, parts, both), 1e-2)
     for right in (weight, *wrong_ones(weight)):
         is_right = right is weight
         for norm in (rule, wide):

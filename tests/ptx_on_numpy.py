@@ -20,7 +20,7 @@ _MASKS = {"64": ~U64(0), "32": _WORD, "16": _HALF}
 _NOTHING = (
     "bar.", "wgmma.fence", "wgmma.commit", "wgmma.wait", "cp.async.commit", "cp.async.wait", "fence", "griddepcontrol",
 )  # fmt: skip
-_SIZES = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "s32": np.int32}
+_SIZES = {"b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "s32": np.int32}
 _COMPARED: dict[str, Callable] = {
     "lt": np.less, "gt": np.greater, "le": np.less_equal, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
@@ -154,8 +154,8 @@ class Program:
                 self._step(name, [arg.strip() for arg in re.split(r",(?![^{]*\})", rest[0])], mask)
 
     def _get(self, name: str) -> np.ndarray:
-        if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", name):
-            return np.full(self._count, int(name, 0) & ((1 << 64) - 1), U64)
+        if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+U?", name):
+            return np.full(self._count, int(name.rstrip("U"), 0) & ((1 << 64) - 1), U64)
         if name.startswith("0f"):
             return np.full(self._count, int(name[2:], 16), U64)
         if name == "%tid.x":
@@ -176,9 +176,9 @@ class Program:
         return (value & _MASKS[kind[-2:]]).view(np.int64)
 
     def _address(self, text: str) -> np.ndarray:
-        found = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(\d+))?\s*\]", text)
+        found = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
         assert found, text
-        return self._get(found[1]) + U64(int(found[2] or 0))
+        return self._get(found[1]) + U64(int(found[2] or 0) & ((1 << 64) - 1))
 
     def _step(self, name: str, args: list[str], mask: np.ndarray) -> None:
         head, *_, kind = parts = name.split(".")
@@ -300,9 +300,12 @@ class Program:
             self._put(args[0], self._get(args[1]), mask, to)
         elif (to, kind) == ("f32", "bf16"):
             self._put(args[0], bits_of(from_bf16(self._get(args[1]))), mask)
+        elif (to, kind) == ("s32", "s8"):
+            low = self._get(args[1]) & U64(255)
+            self._put(args[0], low.astype(np.int64) - (low > 127) * 256, mask, to)
         else:
-            assert kind in ("u16", "u32", "s32") and to in ("u32", "u64", "s64"), parts
-            self._put(args[0], self._whole(args[1], kind), mask)
+            assert kind in ("u16", "u32", "s32") and to in ("u16", "u32", "u64", "s64"), parts
+            self._put(args[0], self._whole(args[1], kind), mask, to)
 
     def _move_halves(self, args: list[str], mask: np.ndarray) -> None:
         if args[0].startswith("{"):
@@ -365,6 +368,8 @@ class Program:
 
     def _multiply(self, name: str, args: list[str]) -> None:
         """16 x 16 times 16 x 8 in every warp, all of it in registers."""
+        if "k32" in name:
+            return self._multiply_bytes(name, args)
         found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.\1\.f32", name)
         assert found, name
         opened = _PAIRS[found[1]][0]
@@ -388,6 +393,32 @@ class Program:
                 sums[i][own] += out[r + 8 * (i // 2), 2 * t + i % 2]
         for one, value in zip(_names(args[0]), sums, strict=True):
             self._put(one, bits_of(value), np.ones(self._count, bool))
+
+    def _multiply_bytes(self, name: str, args: list[str]) -> None:
+        """16 x 32 times 32 x 8 of whole numbers."""
+        found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.([su]8)\.s8\.s32", name)
+        assert found, name
+        lane = np.arange(self._count) % 32
+        row, thread, sums = lane // 4, lane % 4, [self._whole(one, "s32") for one in _names(args[3])]
+        words = [self._get(one) for one in (*_names(args[1]), *_names(args[2]))]
+        for warp in range(self._count // 32):
+            own = slice(warp * 32, warp * 32 + 32)
+            r, t = row[own], thread[own]
+            left, right = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
+            for i in range(6):
+                for byte in range(4):
+                    value = (words[i][own] >> U64(8 * byte) & U64(255)).astype(np.int64)
+                    if i >= 4 or found[1] == "s8":
+                        value -= (value > 127) * 256
+                    if i < 4:
+                        left[r + 8 * (i % 2), 4 * t + byte + 16 * (i // 2)] = value
+                    else:
+                        right[4 * t + byte + 16 * (i - 4), r] = value
+            out = left @ right
+            for i in range(4):
+                sums[i][own] += out[r + 8 * (i // 2), 2 * t + i % 2]
+        for one, value in zip(_names(args[0]), sums, strict=True):
+            self._put(one, value, np.ones(self._count, bool), "b32")
 
     def _matmul(self, name: str, args: list[str]) -> None:
         """64 rows a warpgroup, from registers, times columns in shared memory."""

@@ -7,7 +7,7 @@ some of the results; of the width, each has a part of every result, and they are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -76,6 +76,11 @@ class Linear(MatrixLayer):
         added up."""
         matrix = self.stored.few_form()
         return None if matrix is None else (matrix, self.stored.bias)
+
+    def read_few_parts(self) -> tuple[Sequence[Tensor | CodedWeight], Tensor | None] | None:
+        """As `read_few` of matrices one below another, which are coded differently; None: there are none."""
+        parts = self.stored.few_parts()
+        return (parts, self.stored.bias) if parts else None
 
     def summed(self, own: Tensor) -> Tensor:
         """What ops have computed of this rank's part, added up over ranks if this matmul is cut so."""

@@ -32,7 +32,7 @@ from quire.models.stage import PipelineStage
 from quire.ops.act import PLAIN
 from quire.ops.blocks import BlockParts, Weights
 from quire.ops.coded import CodedWeight, quantize_rows
-from quire.ops.few import NormRule, added_rows, few_rows, linear_add, linear_parts, norm_linear, part_rows
+from quire.ops.few import NormRule, added_rows, few_rows, linear_add, linear_parts, norm_linears, part_rows
 from quire.ops.lora import LowRank
 from quire.ops.parts import Delta, whole
 from quire.ops.rounded import RoundedRows, RowCode, add_norm_rounded, rounded_parts, rounded_rows
@@ -118,7 +118,7 @@ class Few:
                  storage: Storage) -> None:  # fmt: skip
         self.attn, self.mlp, self.norms, self.rules = attn, mlp, norms, rules
         self._few_rows, self._dtype = storage.of(few_rows), storage.dtype
-        self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
+        self._norm_linears, self._linear_add = storage.of(norm_linears), storage.of(linear_add)
 
     @classmethod
     def of(cls, block: DecoderBlock, arch: Arch, storage: Storage) -> Few | None:
@@ -146,13 +146,15 @@ class Few:
     def rows(self) -> int:
         """Up to how many rows it is the faster one: known when the first step runs. Weights that replace them later are
         stored in the same form."""
-        matrices = self.matrices()
-        return 0 if matrices is None else self._few_rows(self.attn.qkv.in_size, self._dtype, matrices)
+        qkv, o, others = self.attn.qkv.read_few_parts(), self.attn.o.read_few(), self.mlp.few_matrices()
+        if qkv is None or o is None or others is None:
+            return 0
+        return self._few_rows(self.attn.qkv.in_size, self._dtype, [*qkv[0], o[0], *others])
 
     def __call__(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
-        attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
+        attn, qkv, o = self.attn, self.attn.qkv.read_few_parts(), self.attn.o.read_few()
         assert qkv is not None and o is not None
-        heads = self._norm_linear(x, self.rules[0], *qkv)
+        heads = self._norm_linears(x, self.rules[0], *qkv)
         following = next(iter(self.mlp.few_matrices() or ()), None)
         stream = attn.o.own_stream(x)
         x = attn.o.summed(self._linear_add(attn.attend(heads, batch, rotary), *o, stream, following))

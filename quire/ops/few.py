@@ -3,7 +3,7 @@
 Each op is a sequence of plain ops with the same results. A device that has a form of `few_rows` or of
 `part_rows` says up to how many rows its forms are faster; if that is 0, layers call the plain ops.
 
-    few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it
+    few_rows     norm_linear, norm_linears, linear_add, norm_router: everything around a matmul is fused into it
     part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`, or
                  `sum_parts` does; of which adapters they add, `added_rows` says
 
@@ -53,6 +53,16 @@ def norm_linear(
     """act(norm(x) weight' + bias)."""
     y = _linear(normed(x, norm), weight, bias)
     return y if act is None else act(y)
+
+
+@op
+def norm_linears(
+    x: Tensor, norm: NormRule, weights: Sequence[Tensor | CodedWeight], bias: Tensor | None
+) -> Tensor:  # fmt: skip
+    """norm(x) weight' + bias of matrices one below another, which are coded differently."""
+    h = normed(x, norm)
+    y = torch.cat([_linear(h, weight, None) for weight in weights], -1)
+    return y if bias is None else y + bias
 
 
 @op

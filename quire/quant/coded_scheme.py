@@ -185,6 +185,9 @@ class CodedParts(StoredMatrix):
         (part,) = self.parts.values()
         return part
 
+    def few_parts(self) -> Sequence[Tensor | CodedWeight]:
+        return tuple(self.parts.values())
+
     def multiply(self, x: Tensor) -> Tensor:
         return self.multiply_with(x, self.bias)
 

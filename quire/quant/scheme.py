@@ -230,6 +230,11 @@ class StoredMatrix(ABC):
         """The one matrix that ops of ops/few.py read, some of which take some codes; None: it is not one."""
         return self.numbers if self.is_plain else None
 
+    def few_parts(self) -> Sequence[Tensor | CodedWeight]:
+        """The same of matrices one below another, which are coded differently; nothing: there are none."""
+        one = self.few_form()
+        return () if one is None else (one,)
+
     def coded(self) -> Sequence[CodedWeight]:
         """Parts that a device keeps as codes."""
         return ()

@@ -12,6 +12,7 @@ from tests import coded_cases as cases
 
 pytestmark = pytest.mark.gpu
 few_coded = pytest.importorskip("quire.ops.triton.few_coded")
+few_forms = pytest.importorskip("quire.ops.triton.few_forms")
 WEIGHTS = {
     "fp8-rows": cases.Made("fp8", 96, 256, 256), "fp8-blocks": cases.Made("fp8", 72, 384, 128),
     "fp8-256": cases.Made("fp8", 200, 1024, 256), "int8-rows": cases.Made("int8", 50, 256, 256),
@@ -35,14 +36,14 @@ def test_products(name):
     weight = cases.weight_of(WEIGHTS[name], "cuda", scale_dtype=scales)
     x = cases.normal(1, weight.width, seed=3, dtype=dtype, device="cuda")
     assert few_coded.fits(x, weight)
-    cases.check_few_forms(few_coded, x, weight, early=not is_half)
+    cases.check_few_forms(few_forms, x, weight, early=not is_half)
 
 
 @pytest.mark.parametrize("made", [cases.Made("fp8", 512, 12288, 128), cases.Made("int4", 2048, 4096, 128)])
 def test_rows_of_many_chunks(made):
     """Every warp has several, and loads some of them ahead."""
     weight = cases.weight_of(made, "cuda")
-    cases.check_few_forms(few_coded, cases.normal(1, weight.width, dtype=torch.bfloat16, device="cuda"), weight)
+    cases.check_few_forms(few_forms, cases.normal(1, weight.width, dtype=torch.bfloat16, device="cuda"), weight)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
@@ -73,15 +74,15 @@ def test_what_the_next_matmul_reads_changes_nothing(kind):
     stream = cases.normal(1, 96, seed=2, dtype=torch.bfloat16, device="cuda")
     before = following.codes.clone()
     for early in (False, True):
-        found = few_coded.linear_add(x, weight, None, stream, following, early=early)
-        assert torch.equal(found, few_coded.linear_add(x, weight, None, stream, early=early))
+        found = few_forms.linear_add(x, weight, None, stream, following, early=early)
+        assert torch.equal(found, few_forms.linear_add(x, weight, None, stream, early=early))
     assert torch.equal(before.view(torch.uint8), following.codes.view(torch.uint8))
 
 
 def test_one_row_of_a_tall_matrix():
     """Of the output, say; more rows, and other matrices, go the other way."""
     calls = []
-    other = few_coded.TallLinear(lambda x, weight, bias: calls.append(len(x)), None)
+    other = few_forms.TallLinear(lambda x, weight, bias: calls.append(len(x)), None)
     tall = cases.weight_of(cases.Made("int8", few_coded.TALL + 40, 256, 256), "cuda")
     x = cases.normal(2, 256, dtype=torch.bfloat16, device="cuda")
     cases.check(other(x[:1], tall), coded_linear.reference(x[:1], tall, None), 1e-2)
@@ -116,11 +117,11 @@ def test_inputs_of_any_size(kind, size):
     stream = torch.zeros((1, 64), dtype=torch.bfloat16, device="cuda")
     wanted = linear_add(x, weight, None, stream)
     assert wanted.isfinite().all() and wanted.abs().max() > 0
-    cases.check(few_coded.linear_add(x, weight, None, stream), wanted, 1e-2)
-    zero = few_coded.linear_add(torch.zeros_like(x), weight, None, stream + 1)
+    cases.check(few_forms.linear_add(x, weight, None, stream), wanted, 1e-2)
+    zero = few_forms.linear_add(torch.zeros_like(x), weight, None, stream + 1)
     assert torch.equal(zero, stream + 1)
     x[0, 3] = torch.nan
-    assert few_coded.linear_add(x, weight, None, stream).isnan().all()
+    assert few_forms.linear_add(x, weight, None, stream).isnan().all()
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
@@ -159,12 +160,12 @@ def test_what_does_not_fit_goes_another_way():
         weight = cases.weight_of(made, "cuda")
         assert not few_coded.fits_weight(weight)
     weight = cases.weight_of(WEIGHTS["fp8-rows"], "cuda")
-    assert few_coded.few_rows(256, torch.bfloat16, [weight]) == 1
+    assert few_forms.few_rows(256, torch.bfloat16, [weight]) == 1
     for name, rows in (("int4-128", 1), ("fp8-blocks", 0), ("int8-rows", 0), ("int4-rows", 0), ("fp4-128", 0)):
-        assert few_coded.few_rows(256, torch.bfloat16, [cases.weight_of(WEIGHTS[name], "cuda")]) == rows  # 0: not timed
+        assert few_forms.few_rows(256, torch.bfloat16, [cases.weight_of(WEIGHTS[name], "cuda")]) == rows  # 0: not timed
     for given in ([cases.weight_of(WEIGHTS["int4-128"], "cuda")], [weight]):
-        assert few_coded.few_rows(256, torch.float32, given) == (2 if given[0] is weight else 0)
+        assert few_forms.few_rows(256, torch.float32, given) == (2 if given[0] is weight else 0)
     x, stream = cases.normal(1, 256, device="cuda"), cases.normal(1, 96, device="cuda")
-    cases.check(few_coded.linear_add(x, weight, None, stream), linear_add(x, weight, None, stream), 1e-2)
+    cases.check(few_forms.linear_add(x, weight, None, stream), linear_add(x, weight, None, stream), 1e-2)
     rule = NormRule(cases.normal(256, device="cuda"), 1e-6, 0.0, False)
-    cases.check(few_coded.norm_linear(x, rule, weight, None, codes={}), norm_linear(x, rule, weight, None), 1e-2)
+    cases.check(few_forms.norm_linear(x, rule, weight, None, codes={}), norm_linear(x, rule, weight, None), 1e-2)

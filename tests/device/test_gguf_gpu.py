@@ -21,6 +21,7 @@ from quire.ops.coded import CodedWeight
 from quire.ops.triton import act, coded, coded_blocks
 from quire.quant.coded_scheme import CodedParts
 from tests.coded_cases import check, normal
+from tests.few_block_cases import FEW_BLOCKS
 from tests.gguf_blocks import TYPES, weight_of, write_model
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +128,35 @@ def test_files_of_several_types(tmp_path: Path) -> None:
     for options in ({}, {"dtype": "float16"}):
         _, found = logprobs(file, device="cuda", **options)
         assert (found - exact).abs().mean() < 0.03
+
+
+def alone(file: Path, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Of a prompt by itself, whose decodes have one row: tokens, and their log-probabilities."""
+    llm = LLM(str(file), max_model_len=512, kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=0, ignore_eos=True, detokenize=False)
+    try:
+        (found,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    finally:
+        llm.close()
+    (out,) = found.outputs
+    return list(out.token_ids), [next(iter(at.values())).logprob for at in out.logprobs]
+
+
+@pytest.mark.parametrize("table", [*({"": name} for name in FEW_BLOCKS), {"": "Q4_K", "attn_v": "Q6_K"}], ids=str)
+def test_decodes_of_one_row(table: dict[str, str], tmp_path: Path) -> None:
+    """By the kernels for one row: what the CPU in float32 says of the same tokens; and the same after another start."""
+    file, prompt = write_model(tmp_path / "model.gguf", table), PROMPTS[0]
+    tokens, found = alone(file, prompt)
+    assert alone(file, prompt) == (tokens, found)
+    exact = LLM(str(file), device="cpu", dtype="float32", max_model_len=512, skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+    try:
+        (out,) = exact.generate([{"prompt_token_ids": prompt + tokens}], params, use_tqdm=False)
+    finally:
+        exact.close()
+    told = out.prompt_logprobs[len(prompt) :]
+    off = [abs(one - at[token].logprob) for one, at, token in zip(found, told, tokens, strict=True)]
+    assert sum(off) / len(off) < 0.05 and max(off) < 0.3, off
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])

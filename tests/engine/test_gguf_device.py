@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from quire.config import EngineArgs
+from quire.layers.batch import Batch, NoAttention
 from quire.layers.stored import matrices_of, num_numbers
 from quire.loader import gguf_types
 from quire.loader.coded_storage import coded_storage
 from quire.loader.load import load_model, reload_weights
 from quire.models.build import build_model
 from quire.ops.coded import CodedWeight, decode_rows, decode_weight
+from quire.ops.few import few_rows, norm_linears
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
 from quire.quant.coded_experts import CodedSide
@@ -25,6 +27,7 @@ from quire.quant.scheme import MatrixShape
 from quire.quant.shard import Cut, Span
 from tests.gguf_blocks import TYPES, blocks_of, numbers_of, raw_blocks, weight_of, write_model
 from tests.paged import Paged
+from tests.replaced_form import replaced
 
 IDS = [list(range(4, 40)), [300, 7, 7, 25]]
 BITS = {  # on a device, of a number; docs/features/quantization.md has them beside those in the file
@@ -111,6 +114,48 @@ def test_parts_of_several_types_stay_apart(tmp_path: Path) -> None:
     assert kinds["embed"] == ["int8"] and kinds["head"] == ["int6"]
     for found, wanted in zip(logits(model), logits(in_float32(file)), strict=True):
         assert (found.float() - wanted).norm() < 0.01 * wanted.norm()
+
+
+class Echo(NoAttention):
+    """Attends to the token itself: its value."""
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any, **rest: Any) -> torch.Tensor:
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def test_parts_of_several_types_in_the_way_for_a_few_rows(tmp_path: Path) -> None:
+    """Queries, keys and values are multiplied side by side, behind one norm, and give what matmuls by themselves do."""
+    seen = []
+
+    def answer(width: int, dtype: torch.dtype, matrices: Any) -> int:
+        seen.append([matrix.kind for matrix in matrices])
+        return 2
+
+    calls = []
+
+    def noted(x: torch.Tensor, norm: Any, weights: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append([weight.rows for weight in weights])
+        return norm_linears.reference(x, norm, weights, bias)
+
+    def forward(tokens: int) -> torch.Tensor:
+        ids = torch.arange(tokens) + 5
+        with torch.inference_mode():
+            found: torch.Tensor = model.forward(Batch(ids, torch.arange(tokens), [Echo()], ids, tokens))
+        return found
+
+    file = write_model(tmp_path / "model.gguf", {"": "Q4_K", "attn_k": "Q8_0", "attn_v": "Q6_K"})
+    with replaced(few_rows, "cpu", answer), replaced(norm_linears, "cpu", noted):
+        model = as_on_a_device(file, torch.float32)
+        found = forward(2)
+        assert calls == [[256, 128, 128]] * 2
+        assert [kinds for kinds in seen if kinds] == [["int4", "int8", "int6", "int4", "int4", "int4"]] * 2
+        forward(3)
+        assert len(calls) == 2  # too many rows
+        for block in model.layers:
+            block.few = None
+        wanted = forward(2)
+    assert wanted.abs().sum() > 0
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_0", "IQ4_XS", "Q8_0", "NVFP4"])

@@ -31,7 +31,9 @@ from tests.tiny_models import tiny_config
 PACKAGE = Path(__file__).parents[2] / "quire"
 ROOMS = ("attention", "layers", "loader", "models", "sampling", "worker")
 # Attributes by which the numbers of a matrix are reached, and who may name them, function by function.
-NAMES = frozenset({"stored", "numbers", "read_plain", "read_few", "few_form", "packed", "weight"})
+NAMES = frozenset({
+    "stored", "numbers", "read_plain", "read_few", "read_few_parts", "few_form", "few_parts", "packed", "weight",
+})  # fmt: skip
 MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a hook must see
     "layers/adapters.py": {"ExpertAdapters.__init__", "ExpertAdapters.multiply"},
     "layers/linear.py": {
@@ -49,12 +51,13 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
     },
 }  # fmt: skip
 READS = {  # numbers for an op that does more: only in steps without a veto
-    "layers/linear.py": {"Linear.read_plain", "Linear.read_few"},
+    "layers/linear.py": {"Linear.read_plain", "Linear.read_few", "Linear.read_few_parts"},
     "layers/mlp.py": {"Mlp.join", "Mlp.few_matrices", "Mlp.in_parts", "Mlp.of_rounded"},
     "layers/moe.py": {"Moe.join"},
     "layers/mla.py": {"LatentAttention._carry"},
-    "models/blocks.py": {"Few.__call__", "Few.matrices", "InParts.__call__", "Rounding.__call__", "_weights"},
-}
+    "models/blocks.py": {"Few.__call__", "Few.matrices", "Few.rows", "InParts.__call__", "Rounding.__call__",
+                         "_weights"},
+}  # fmt: skip
 OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes, or decode the numbers of a file
     "layers/attention.py": {"Attention.prep"},
     "layers/audio_stem.py": {"Convolution.__init__", "Convolution.forward", "Convolution.slots"},

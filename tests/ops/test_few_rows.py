@@ -10,8 +10,8 @@ from quire.loader.dummy import fill_dummy
 from quire.loader.online import coder_of
 from quire.models.blocks import Few, InParts
 from quire.models.build import build_model
-from quire.ops.coded import CodedWeight, coded_linear, quantize_rows
-from quire.ops.few import few_rows, linear_add, norm_linear, part_rows
+from quire.ops.coded import CodedWeight, coded_linear, decode_weight, quantize_rows
+from quire.ops.few import NormRule, few_rows, linear_add, norm_linear, norm_linears, part_rows
 from quire.ops.op import Kernels
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows, rounded_linear, rounded_parts, rounded_rows
@@ -135,7 +135,8 @@ def test_the_output_of_attention_knows_what_the_next_matmul_reads(name):
 
     def noted(op):
         def run(*args):
-            (matrix,) = (arg for arg in args[:4] if isinstance(arg, CodedWeight))
+            parts = args[2] if op is norm_linears else args[:4]
+            (matrix,) = (part for part in parts if isinstance(part, CodedWeight))
             calls.append((op, matrix, args[4] if op is linear_add and len(args) > 4 else None))
             return op.reference(*args)
 
@@ -144,6 +145,7 @@ def test_the_output_of_attention_knows_what_the_next_matmul_reads(name):
     with (
         replaced(few_rows, "cpu", lambda width, dtype, matrices: TOKENS),
         replaced(norm_linear, "cpu", noted(norm_linear)),
+        replaced(norm_linears, "cpu", noted(norm_linears)),
         replaced(linear_add, "cpu", noted(linear_add)),
     ):
         model = coded(name, "fp8")
@@ -154,6 +156,21 @@ def test_the_output_of_attention_knows_what_the_next_matmul_reads(name):
     assert told == [not is_mixture and place % 4 == 1 for place in range(len(calls))]
     for (_, _, following), (_, matrix, _) in pairwise(calls):
         assert following is None or following.codes is matrix.codes
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_matrices_one_below_another_are_multiplied_as_one(count, wide):
+    """Of numbers and of codes, with their biases in one."""
+    weights = [torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)) for rows in (24, 8, 16)[:count]]
+    codes, scale = quantize_rows(weights[0], torch.int8, 64)
+    coded = CodedWeight("int8", codes, scale, None, 24, 64, 64)
+    numbers = torch.cat([decode_weight(coded, torch.float32), *weights[1:]])
+    x, gains = torch.randn(2, 64), 1 + 0.1 * torch.randn(64)
+    rule = NormRule(gains, 1e-6, 1.0 if wide else 0.0, wide)
+    for bias in (torch.randn(len(numbers)), None):
+        found = norm_linears(x, rule, [coded, *weights[1:]], bias)
+        torch.testing.assert_close(found, norm_linear(x, rule, numbers, bias), rtol=1e-5, atol=1e-5)
 
 
 def in_two_parts(x, weight, bias):

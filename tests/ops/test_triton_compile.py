@@ -25,7 +25,7 @@ from quire.ops import moe as moe_ops
 from quire.ops.act import clamped_swiglu
 from quire.ops.coded import CodedWeight
 from quire.ops.coded_experts import ExpertCodes, run_coded_experts
-from quire.ops.few import NormRule, linear_add, norm_linear
+from quire.ops.few import NormRule, linear_add, norm_linear, norm_linears
 from quire.ops.qkv import QkvPrep, prepare_qkv
 from quire.ops.triton import (
     act,
@@ -50,7 +50,9 @@ from quire.ops.triton import (
 )  # fmt: skip
 from tests.coded_cases import Made, check, normal, weight_of
 from tests.coded_expert_cases import as_mx, make_codes, sorted_pairs, summed
+from tests.few_block_cases import FEW_BLOCKS, of_numbers, row_and_rest
 from tests.fused_cases import Draw
+from tests.gguf_blocks import TYPES, numbers_of, raw_blocks
 from tests.gguf_blocks import weight_of as block_weight
 from tests.ptx_on_numpy import Memory, Program, parse
 
@@ -751,6 +753,207 @@ def test_one_row_of_codes_of_zeros_is_zeros(monkeypatch, kind):
             assert torch.equal(found, torch.zeros_like(found))
     found = few_coded.few_coded_linear(x * 0, weight, **given)
     assert torch.equal(found, torch.zeros_like(found))
+
+
+POINTED = {
+    torch.bfloat16: HALF, torch.float16: "*fp16", torch.float32: WIDE, torch.int32: WHOLE, torch.uint8: "*u8",
+}  # fmt: skip
+
+
+def compiled_for(kernel, given, constants, registers):
+    """A Gluon kernel with these arguments, of which None and numbers are constants too."""
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    names = [param.name for param in kernel.params]
+    values = dict(zip(names, given, strict=False))
+    constants = constants | {name: value for name, value in values.items() if value is None}
+    kinds = {name: POINTED[value.dtype] if isinstance(value, torch.Tensor) else "fp32" for name, value in values.items()
+             if value is not None}  # fmt: skip
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [n for n, value in values.items() if isinstance(value, torch.Tensor) and value.data_ptr() % 16 == 0]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    options = {"num_warps": constants["WARPS"], "maxnreg": registers, "launch_pdl": constants["EARLY"]}
+    return triton.compile(source(kernel, signature, places, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+class RunOnNumpy:
+    """In the place of a kernel: compiled for Hopper, and run there. `made`: the last one."""
+
+    def __init__(self, kernel):
+        self.kernel, self.made, self.given = kernel, None, ()
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps, maxnreg, launch_pdl=False, **constants):
+            self.made, self.given = compiled_for(self.kernel, given, constants, maxnreg), given
+            self.run(grid[0], 32 * num_warps)
+
+        return launch
+
+    def run(self, programs, threads):
+        memory, params = Memory(), []
+        for value in self.given:
+            if isinstance(value, torch.Tensor):
+                value = memory.add(value.view(-1).view(torch.uint8).numpy())
+            if value is not None:
+                params.append(int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value)
+        code, labels = parse(self.made.asm["ptx"])
+        for place in range(programs):
+            Program(threads, params, memory, self.made.metadata.shared, (place, 0)).run(code, labels)
+
+
+class OnlyCompiled(RunOnNumpy):
+    def run(self, programs, threads):
+        """Nothing."""
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    module = pytest.importorskip("quire.ops.triton.few_blocks")
+    monkeypatch.setattr(module, "_few_blocks_kernel", RunOnNumpy(module._few_blocks_kernel))
+    return module
+
+
+def empty_blocks(name, rows, width):
+    """As `block_weight`; of large matrices, whose numbers are not read."""
+    weight = block_weight(name, 16, width)
+    chunked = {key: torch.empty((len(t), rows, t.shape[2]), dtype=t.dtype) for key, t in weight.tensors().items()
+               if t.ndim == 3}  # fmt: skip
+    codes = chunked.pop("codes", torch.empty((rows, width), dtype=torch.int8))
+    return weight._replace(rows=rows, codes=codes, **chunked)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "half"),
+    [("Q4_K", "up", torch.bfloat16), ("Q4_K", "down", torch.bfloat16), ("Q6_K", "qkv", torch.bfloat16),
+     ("Q6_K", "qkv", torch.float16), ("Q6_K", "widest", torch.bfloat16), ("Q8_0", "up", torch.bfloat16),
+     ("Q5_K", "up", torch.bfloat16), ("Q5_1", "odd", torch.bfloat16)],
+)  # fmt: skip
+def test_one_row_of_blocks(few_blocks, monkeypatch, name, shape, half):
+    """Codes go from memory to registers and stay there, and begin to before the previous kernel ends; nothing is
+    exchanged between warps while the matrix is read."""
+    n, k, mode = {"qkv": (6144, 4096, "norm"), "up": (12288, 4096, "gated"), "down": (4096, 12288, "add"),
+                  "widest": (8192, 28672, "add"), "odd": (100, 2560, "gated")}[shape]  # fmt: skip
+    kernel = OnlyCompiled(few_blocks._few_blocks_kernel.kernel)
+    monkeypatch.setattr(few_blocks, "_few_blocks_kernel", kernel)
+    rule = NormRule(torch.empty(k, dtype=half), 1e-6, 0.0, False)
+    given = {"stream": torch.empty((1, n), dtype=half)} if mode == "add" else {"norm": rule, "gated": mode == "gated"}
+    weight = empty_blocks(name, 2 * n if mode == "gated" else n, k)
+    assert few_blocks.fits_weight(weight)
+    few_blocks.few_blocks_linear(torch.empty((1, k), dtype=half), weight, early=True, **given)
+    text = kernel.made.asm["ptx"]
+    before, after = text.split("griddepcontrol.wait")
+    assert "mma.sync" not in before and after.count("mma.sync") >= 16 and ".local" not in text
+    assert len(re.findall(r"ld\.global\.v4", before)) >= 4  # 16 bytes a thread, row and chunk
+    matmul = after[after.index("mma.sync") : after.rindex("mma.sync")]
+    assert "bar.sync" not in matmul and "st.shared" not in matmul and "cvt.rn" not in matmul
+    for part in (after[: after.index("mma.sync")], after[after.rindex("mma.sync") :]):  # of the row, of warps' sums
+        stores, loads = ([found.start() for found in re.finditer(pattern, part)] for pattern in
+                         (r"st\.shared", r"ld\.shared|ldmatrix"))  # fmt: skip
+        assert "bar.sync" in part[max(stores) : max(loads)]
+    assert kernel.made.metadata.shared <= (24 << 10 if k <= 4096 else 80 << 10)
+
+
+# Every type once; with them sizes, roundings and what is fused: rows (of a gate and beside it), columns, warps, turns
+# that are ahead. 2560 columns are no whole turns of four warps, and 256 only one warp's.
+RUN = {
+    "Q4_K": (40, 2560, (4, 1), "norm", HALF), "Q5_K": (33, 256, (4, 1), "bias", HALF),
+    "Q6_K": (50, 1024, (4, 1), "gated", HALF), "Q8_0": (16, 4096, (4, 2), "plain", HALF),
+    "Q4_0": (24, 2048, (8, 1), "add", "*fp16"), "Q4_1": (16, 4096, (2, 4), "wide", HALF),
+    "Q5_0": (34, 512, (2, 1), "gated", "*fp16"), "Q5_1": (7, 768, (4, 1), "add", HALF),
+    "Q2_K": (16, 2048, (4, 2), "norm", "*fp16"), "Q3_K": (17, 1280, (2, 3), "plain", HALF),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_compiled_matmuls_of_one_row_of_blocks_are_right(few_blocks, name):
+    """In the layouts of the compiled kernel, whose instructions numpy runs; against the numbers that the gguf package
+    reads from the blocks. Nothing is read or written outside of the tensors."""
+    rows, width, config, mode, kind = RUN[name]
+    weight, half = block_weight(name, rows, width), {HALF: torch.bfloat16, "*fp16": torch.float16}[kind]
+    x, given = row_and_rest(rows, width, mode, half)
+    assert few_blocks.fits(x, weight)
+    found = few_blocks.few_blocks_linear(
+        x, weight, **given, config=few_blocks.FewBlocksConfig(*config, 168), early=mode != "bias"
+    )
+    numbers = numbers_of(name, raw_blocks(name, rows, width))
+    check(found, of_numbers(x, numbers, **given).to(half), 1e-2 if half is torch.bfloat16 else 2e-3)
+
+
+def test_every_type_that_one_row_has_a_kernel_for_is_among_those():
+    few_blocks = pytest.importorskip("quire.ops.triton.few_blocks")
+    assert (
+        {name for name in TYPES if few_blocks.fits_weight(block_weight(name, 16, 256))} == set(FEW_BLOCKS) == set(RUN)
+    )
+
+
+def test_only_weights_are_read_before_the_kernel_waits(few_blocks):
+    """The previous kernel may still write all else; so that has no address yet."""
+    rows, width = 50, 1024
+    x, given = row_and_rest(rows, width, "gated", torch.bfloat16)
+    weight = block_weight("Q6_K", rows, width)
+    few_blocks.few_blocks_linear(x, weight, **given, config=few_blocks.FewBlocksConfig(4, 1, 168), early=True)
+    kernel = few_blocks._few_blocks_kernel
+    code, labels = parse(kernel.made.asm["ptx"])
+    (wait,) = [place for place, line in enumerate(code) if line.startswith("griddepcontrol.wait")]
+    memory, params = Memory(), []
+    names = [param.name for param in kernel.kernel.params]
+    for name, value in zip(names, kernel.given, strict=False):
+        is_weight = name in ("gains", "codes", "high", "scale", "least", "coarse")
+        if isinstance(value, torch.Tensor):
+            value = memory.add(value.view(-1).view(torch.uint8).numpy()) if is_weight else 1 << 60
+        if value is not None:
+            params.append(int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value)
+    for place in range(2):
+        Program(128, params, memory, kernel.made.metadata.shared, (place, 0)).run(code[:wait], labels)
+        with pytest.raises(IndexError):
+            Program(128, params, memory, kernel.made.metadata.shared, (place, 0)).run(code, labels)
+
+
+def test_rows_of_any_size_times_blocks(few_blocks):
+    """Zeros, numbers near both ends of bfloat16, and such as are none."""
+    rows, width = 16, 1280
+    weight, numbers = block_weight("Q4_K", rows, width), numbers_of("Q4_K", raw_blocks("Q4_K", rows, width))
+    config = few_blocks.FewBlocksConfig(4, 1, 168)
+    x, stream = normal(1, width, dtype=torch.bfloat16), normal(1, rows, seed=2, dtype=torch.bfloat16)
+
+    def run(row):
+        return few_blocks.few_blocks_linear(row, weight, stream=stream, config=config, early=True)
+
+    assert torch.equal(run(torch.zeros_like(x)), stream)
+    for size in (1e-30, 1e30):
+        stream = torch.zeros_like(stream)
+        check(run(x * size), linear_add((x * size).float(), numbers, None, None).bfloat16(), 5e-3)
+    x[0, 1024:] = 0  # whole groups
+    check(run(x), linear_add(x.float(), numbers, None, None).bfloat16(), 5e-3)
+    for none in (torch.nan, torch.inf, -torch.inf):
+        x[0, 1100] = none
+        assert run(x).isnan().all()
+
+
+def test_one_row_of_blocks_of_zeros_is_zeros(few_blocks):
+    """As of codes: in the row, in the gains of its norm, or in both."""
+    rows, width = 40, 2560
+    weight, config = block_weight("Q4_K", rows, width), few_blocks.FewBlocksConfig(4, 1, 168)
+    x, given = row_and_rest(rows, width, "norm", torch.bfloat16)
+    for row, by in ((0, 0), (0, 1), (1, 0)):
+        rule = given["norm"]._replace(weight=given["norm"].weight * by)
+        found = few_blocks.few_blocks_linear(x * row, weight, norm=rule, config=config, early=True)
+        assert torch.equal(found, torch.zeros_like(found))
+
+
+def test_matrices_that_are_blocks_of_several_types_side_by_side(few_blocks):
+    """Every matmul writes its part of the row, at any place; nothing is copied."""
+    few_forms = pytest.importorskip("quire.ops.triton.few_forms")
+    shapes = {"Q4_K": 20, "Q6_K": 24}
+    weights = [block_weight(name, rows, 512) for name, rows in shapes.items()]
+    x, given = row_and_rest(sum(shapes.values()), 512, "gated", torch.bfloat16)
+    rule, bias = given["norm"], given["bias"]
+    for added in (bias, None):
+        found = few_forms.norm_linears(x, rule, weights, added, early=True)
+        check(found, norm_linears(x, rule, weights, added), 1e-2)
+    assert few_forms.few_rows(512, torch.bfloat16, [*weights, torch.empty(8, 512)]) == 1
+    assert few_forms.few_rows(512, torch.float32, weights) == 0
+    assert few_forms.few_rows(512, torch.bfloat16, [*weights, block_weight("IQ4_XS", 16, 512)]) == 0
 
 
 def compiled_mx(kernel, config, first, n, k, *, direct):

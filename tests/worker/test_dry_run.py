@@ -45,6 +45,7 @@ from quire.worker.mixed_graphs import MixedStep
 from quire.worker.runner import ModelRunner
 from tests import seq2seq_models
 from tests.fake_triton import without_gpu
+from tests.gguf_blocks import write_model
 from tests.tiny_adapters import linear_modules, write_adapter
 from tests.tiny_models import VOCAB, make_tiny, write_tiny
 from tests.worker.test_staged import UncapturedGraphs, UncapturedMixed
@@ -204,6 +205,32 @@ def test_serving_wants_no_kernel_that_was_not_listed(
     write_tiny(arch, tmp_path, num_hidden_layers=LAYERS[arch])
     wanted = check_listed(str(tmp_path), lambda llm: serve(llm, random.Random(3)), monkeypatch)
     assert len(wanted) > 15 and any(job["name"] == "_allow_kernel" for job in wanted)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "matmuls"), [({"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K"}, 7), ({"": "Q8_0"}, 5)]
+)
+def test_blocks_of_gguf_files_want_no_kernel_that_was_not_listed(
+    kinds: dict[str, str],
+    matmuls: int,
+    on_hopper: None,
+    as_on_a_gpu: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of one row, in which queries, keys and values are several matmuls or one; and of more."""
+    file = write_model(tmp_path / "model.gguf", kinds)
+    monkeypatch.setattr(load_module, "storage_for", coded_storage)
+    rng = random.Random(3)
+
+    def ask(llm: LLM) -> None:
+        params = SamplingParams(ignore_eos=True, max_tokens=3, detokenize=False, temperature=0.0)
+        for count in (1, 2, 5, 40, 90):
+            prompts: Any = [{"prompt_token_ids": [5 + rng.randrange(99)] * rng.randint(1, 60)} for _ in range(count)]
+            llm.generate(prompts, params, use_tqdm=False)
+
+    wanted = check_listed(str(file), ask, monkeypatch, quantization="gguf", load_format="auto")
+    assert sum(job["name"] == "_few_blocks_kernel" for job in wanted) == matmuls
 
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", seq2seq_models.WHISPER])

@@ -298,6 +298,15 @@ def norm_linear(
     return y if act is None or code is not None else act(y)
 
 
+def norm_linears(
+    x: Tensor, norm: NormRule, weights: Sequence[Tensor | CodedWeight], bias: Tensor | None, *, early: bool = False
+) -> Tensor:
+    if len(weights) == 1:
+        return few_linear(x, weights[0], bias, norm=norm, early=early)
+    y = torch.cat([few_linear(x, weight, norm=norm, early=early) for weight in weights], -1)
+    return y if bias is None else y + bias
+
+
 def linear_add(
     x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None,
     following: Tensor | CodedWeight | None = None, *, early: bool = False,

@@ -20,8 +20,6 @@ Needs: K a multiple of 128; groups of a multiple of 128, or whole rows; no zero 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,13 +28,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops import coded as coded_ops
-from quire.ops import few as few_ops
 from quire.ops.coded import CodedWeight, is_packed
 from quire.ops.few import NormRule
-from quire.ops.op import Fits, FormTable, Kernels
-from quire.ops.triton import few
-from quire.ops.triton.act import SILU
 
 DTYPES = (torch.bfloat16, torch.float16)
 TALL = 1 << 16  # rows of a matrix past which launch overhead is negligible
@@ -653,6 +646,7 @@ def few_coded_linear(
     norm: NormRule | None = None,
     gated: bool = False,  # silu(gate) * up
     stream: Tensor | None = None,  # [1, N], to be added
+    out: Tensor | None = None,  # [1, N]
     config: FewCodedConfig | None = None,
     following: Tensor | None = None,  # uint8 [n]: what the next matmul reads, to be brought to the L2 cache
     early: bool = False,
@@ -660,7 +654,8 @@ def few_coded_linear(
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
     packed = is_packed(weight.kind)
     config = config or config_of(n, k, packed=packed, gated=gated)
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     rule = norm or NormRule(None, 0.0, 0.0, False)
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
     repeat = config.repeat if n % (16 * config.repeat) == 0 else 1
@@ -674,32 +669,10 @@ def few_coded_linear(
     return out
 
 
-# --- forms of ops/few.py
-
-
 def is_faster(weight: CodedWeight) -> bool:
     """Whether the kernel is known to beat skinny_coded.py with one row of such codes; the others were not timed."""
     is_timed = weight.kind == "fp8" if weight.group == weight.width else weight.kind == "int4"
     return is_timed and fits_weight(weight)
-
-
-def few_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWeight]) -> int:
-    codes = [matrix for matrix in matrices if isinstance(matrix, CodedWeight)]
-    if codes and dtype in DTYPES and all(map(is_faster, codes)):
-        return 1
-    return few.few_rows(width, dtype, matrices)
-
-
-def norm_linear(
-    x: Tensor, norm: NormRule, weight: Tensor | CodedWeight, bias: Tensor | None,
-    act: Callable[[Tensor], Tensor] | None = None, *, codes: Mapping[Callable, int], early: bool = False,
-) -> Tensor:  # fmt: skip
-    """`codes`: gated activations by function; SiLU is fused into the matmul, others run after it."""
-    if not isinstance(weight, CodedWeight) or not fits(x, weight):
-        return few.norm_linear(x, norm, weight, bias, act, codes=codes, early=early)
-    gated = act is not None and codes.get(act) == SILU
-    y = few_coded_linear(x, weight, bias, norm=norm, gated=gated, early=early)
-    return y if act is None or gated else act(y)
 
 
 _FETCHED = 8 << 20  # bytes
@@ -712,34 +685,3 @@ def beginning(weight: Tensor | CodedWeight | None) -> Tensor | None:
         return None
     codes = weight.codes.view(torch.uint8).view(-1)
     return codes[: min(_FETCHED, len(codes)) // 16 * 16]
-
-
-def linear_add(
-    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor | None,
-    following: Tensor | CodedWeight | None = None, *, early: bool = False,
-) -> Tensor:  # fmt: skip
-    if not isinstance(weight, CodedWeight) or not fits(x, weight):
-        return few.linear_add(x, weight, bias, stream, following, early=early)
-    ahead = beginning(following) if early else None
-    own = None if stream is None else stream.contiguous()
-    return few_coded_linear(x, weight, bias, stream=own, following=ahead, early=early)
-
-
-class TallLinear:
-    """ops.coded.coded_linear of one row with a tall matrix, such as that of the output; all else goes the other way."""
-
-    def __init__(self, other: Callable[..., Tensor], kernels: Kernels) -> None:
-        self._other = other
-
-    def __call__(self, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
-        if x.ndim == 2 and weight.rows > TALL and fits(x, weight):
-            return few_coded_linear(x, weight, bias)
-        return self._other(x, weight, bias)
-
-
-def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, early: bool) -> None:
-    """The forms of this device; `codes` as in `norm_linear`."""
-    table.form(few_ops.few_rows, fits)(few_rows)
-    table.form(few_ops.norm_linear, fits)(partial(norm_linear, codes=codes, early=early))
-    table.form(few_ops.linear_add, fits)(partial(linear_add, early=early))
-    table.made(coded_ops.coded_linear, fits)(TallLinear)

@@ -142,6 +142,7 @@ def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     """Forms for a few rows; not used if results must not depend on the number of rows."""
     table.form(few_ops.few_rows, _free)(few.few_rows)
     table.form(few_ops.norm_linear, _free)(partial(few.norm_linear, codes=codes, early=early))
+    table.form(few_ops.norm_linears, _free)(partial(few.norm_linears, early=early))
     table.form(few_ops.linear_add, _free)(partial(few.linear_add, early=early))
     table.form(few_ops.norm_router, _free)(partial(few.norm_router, early=early))
     table.form(few_ops.sum_parts)(partial(parts.sum_parts, early=early))
@@ -151,12 +152,12 @@ def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
 def _add_skinny(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     """Matmuls that are only faster with Hopper's instructions, written in an experimental part of Triton."""
     try:
-        from quire.ops.triton import few_coded, moe_mx, skinny  # lazy
+        from quire.ops.triton import few_forms, moe_mx, skinny  # lazy
     except ImportError as wrong:
         _log.warning("decodes of 3 to 64 rows, of codes, and experts in MXFP4 use slower matmuls: %s", wrong)
         return
     skinny.add_forms(table, codes, _free, early=early)
-    few_coded.add_forms(table, codes, _free, early=early)
+    few_forms.add_forms(table, codes, _free, early=early)
     moe_mx.add_forms(table, codes, _free, early=early)
 
 
