@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from quire.worker.media import EncodesItems
     from quire.worker.pooling_runner import PoolingRunner
 
-TOKENS = tuple(1 << i for i in range(1, 13))  # beside the largest step: some kernels go by the number of tokens
+# Beside the largest step: some kernels go by the number of tokens, with tiles of 96 and 192 among them.
+TOKENS = tuple(sorted({*(1 << i for i in range(1, 13)), 96, 192}))
 DECODES = (4, 24, 96)  # rows that decode in a step: attention goes by it
 ALONE = 1024  # tokens of a prompt that has a step for itself
 PROMPT = 64  # of one with an adapter

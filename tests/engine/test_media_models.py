@@ -100,7 +100,7 @@ def test_tokens_equal_transformers(served: Served) -> None:
         assert is_greedy(served.name, served.model, pieces, answer)
     for pieces, answer in zip(served.longer, served.answers(served.longer), strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
-    check_chunks(served, prompts, answers, 11)  # neither blocks nor items end where steps do
+    check_chunks(served, prompts, answers, 7)
 
 
 def check_chunks(served: Served, prompts: list[list[Any]], expected: list[list[int]], *sizes: int) -> None:

@@ -54,6 +54,7 @@ from quire.ops.triton.few_coded import (
 
 _WIDEST = 1 << 15  # columns, all of which lie in shared memory
 _KINDS = ("int8", "int4", "int6")
+_PROCESSORS = 132  # multiprocessors of a Hopper card
 _SCALES = (torch.uint8, torch.int8, torch.float16)
 _STEP = gl.constexpr(COARSE)  # columns of a warp's turn: two chunks, which share the factors of their scales
 
@@ -609,12 +610,17 @@ def fits(x: Tensor, weight: CodedWeight) -> bool:
     return x.shape[0] == 1 and x.dtype in DTYPES and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and fits_weight(weight)
 
 
-def config_of(n: int, k: int, *, gated: bool) -> FewBlocksConfig:
-    """By arithmetic; not measured."""
+def config_of(n: int, k: int, *, gated: bool, high: bool) -> FewBlocksConfig:
+    """Nearly the fastest for the matrices of 0.6B and 8B on an H200 (docs/log.md). `high`: codes of more than four
+    bits, in two planes, for which 128 registers are too few beside an activation."""
     turns = k // COARSE
-    if turns <= 4 or (gated and turns <= 16):
+    if gated and (high or turns <= 4):
+        return FewBlocksConfig(4, 1, 168 if high else 128)
+    if turns <= 4:
         return FewBlocksConfig(4, 1, 128)
-    return FewBlocksConfig(8 if turns % 8 == 0 or turns > 16 else 4, 1, 128)
+    programs = -(-n // 16)
+    fits_at_once = 2 * _PROCESSORS < programs <= 3 * _PROCESSORS  # three on a multiprocessor instead of two
+    return FewBlocksConfig(8, 1, 80 if fits_at_once and not gated else 128)
 
 
 def _words(values: Tensor | None) -> Tensor | None:
@@ -634,7 +640,7 @@ def few_blocks_linear(
     early: bool = False,
 ) -> Tensor:
     n, k = weight.rows // 2 if gated else weight.rows, weight.width
-    config = config or config_of(n, k, gated=gated)
+    config = config or config_of(n, k, gated=gated, high=weight.high is not None)
     if out is None:
         out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     rule = norm or NormRule(None, 0.0, 0.0, False)
