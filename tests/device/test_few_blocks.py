@@ -72,6 +72,7 @@ def test_products(name: str, shape: tuple[int, int]) -> None:
     fenced, (rows, width) = Fenced(), shape
     first = (FEW_BLOCKS.index(name) + SHAPES.index(shape)) % 3
     weight, numbers = weight_and_numbers(name, rows, width, fenced)
+    results: list[Tensor] = []
     for mode in MODES[first::3]:
         half = (torch.bfloat16, torch.float16)[mode in ("norm", "add")]
         x, given = row_and_rest(rows, width, mode, half, "cuda")
@@ -81,6 +82,7 @@ def test_products(name: str, shape: tuple[int, int]) -> None:
         x = fenced.put(x)
         assert few_blocks.fits(x, weight)
         out = fenced.put(x.new_zeros((1, rows // 2 if mode == "gated" else rows)))
+        results.append(out)
         found = []
         for early in (False, True, True):
             out.fill_(torch.nan)
@@ -88,7 +90,7 @@ def test_products(name: str, shape: tuple[int, int]) -> None:
             found.append(out.clone())
         check(found[0], of_numbers(x, numbers, **given).to(half), 1e-2 if half is torch.bfloat16 else 4e-3)
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-        fenced.check(besides=[out])
+        fenced.check(besides=results)
 
 
 @pytest.mark.parametrize("config", [(4, 1, 128), (2, 4, 168), (4, 2, 168), (8, 2, 128), (16, 1, 96)])
