@@ -182,23 +182,31 @@ class DecodeGraphs:
         there is none steps with adapters run without a graph."""
         began = now()
         kind = "a decode graph" if self._adapters is None else "a decode graph with adapters"
-        failed = None
+        failed = ""  # not the error itself: with it stays what the failed step had allocated
         try:
             self._capture(bucket)
         except RuntimeError as wrong:  # torch's own, of memory and of the device, are such
-            failed = wrong
             self._check_in_step(bucket, wrong)
-        if self._ranks.all_say(failed is None, self._inputs.device):
+            if self._ranks.is_alone and not self._can_do_without(bucket):
+                raise
+            failed = str(wrong) or type(wrong).__name__
+        if self._ranks.all_say(not failed, self._inputs.device):
             _log.debug("captured %s of %d rows in %.0f ms", kind, bucket, 1000 * (now() - began))
             return True
         self._captured.pop(bucket, None)
-        self._is_full = any(size > bucket for size in self._captured)
-        if self._adapters is None and not self._is_full:
-            raise failed or RuntimeError(f"another rank could not capture a decode graph of {bucket} rows")
+        if not self._can_do_without(bucket):
+            raise RuntimeError(failed or f"another rank could not capture a decode graph of {bucket} rows")
+        self._is_full = self._has_larger(bucket)
         self._is_off = not self._is_full
         instead = "larger ones serve" if self._is_full else "such steps run without graphs"
         _log.warning("capturing %s of %d rows failed, %s: %s", kind, bucket, instead, failed or "on another rank")
         return False
+
+    def _has_larger(self, bucket: int) -> bool:
+        return any(size > bucket for size in self._captured)
+
+    def _can_do_without(self, bucket: int) -> bool:
+        return self._adapters is not None or self._has_larger(bucket)
 
     def _check_in_step(self, bucket: int, failed: RuntimeError) -> None:
         """What is captured sums nothing yet, so ranks can still agree. The step that runs before does: a rank that has

@@ -63,8 +63,9 @@ class Trial:
         self._pretend(agree=True)
         self._inputs.mirror.flat.zero_()
 
-    def step(self, num_tokens: int, num_rows: int, *, filters: bool = True) -> None:
-        """Prompts of `num_tokens` tokens together, in `num_rows` rows that all sample; the first row is the longest."""
+    def step(self, num_tokens: int, num_rows: int, *, filters: bool = True, all_states: bool = False) -> None:
+        """Prompts of `num_tokens` tokens together, in `num_rows` rows that all sample; the first row is the longest.
+        `all_states`: as with a row that wants those of tokens that are not sampled."""
         num_rows = min(num_rows, num_tokens, self._runner.rows.max_rows)
         counts = np.full(num_rows, min(num_tokens // num_rows, self._max_len), np.int64)
         for row in range(num_rows):
@@ -72,7 +73,7 @@ class Trial:
         if self._runner.rows.has_cross:
             with torch.inference_mode():
                 self._encoder().encode_nothing(num_tokens)
-        self._run(np.zeros_like(counts), counts, filters)
+        self._run(np.zeros_like(counts), counts, filters, all_states=all_states)
 
     def mixed(self, chunk: int, num_decodes: int, context: int) -> None:
         """A chunk of a prompt under way (0: none) beside rows that decode, each after `context` tokens."""
@@ -135,7 +136,10 @@ class Trial:
                 self.mixed_graph(bucket)
 
     @torch.inference_mode()
-    def _run(self, starts: np.ndarray, counts: np.ndarray, filters: bool, adapters: np.ndarray | None = None) -> None:
+    def _run(
+        self, starts: np.ndarray, counts: np.ndarray, filters: bool, *, adapters: np.ndarray | None = None,
+        all_states: bool = False,
+    ) -> None:  # fmt: skip
         rows = np.arange(len(counts))
         shape = StepShape(
             rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows, adapters=adapters
@@ -147,7 +151,8 @@ class Trial:
         if not isinstance(runner, ModelRunner):  # what follows is small beside it
             runner.model.forward(step.batch)
             return
-        batch = runner.narrowed(step.batch) if runner.pipe is None else runner.pipe.blank(step.batch)
+        batch = step.batch if runner.pipe is None else runner.pipe.blank(step.batch)
+        batch = batch if all_states else runner.narrowed(batch)
         hidden = runner.model.forward(batch)
         if not runner.samples:
             return

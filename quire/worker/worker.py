@@ -258,7 +258,8 @@ class Worker:
         sizes = self._graph_sizes()
         with self._laps.inside("profile"), self._trial() as trial:
             self._laps.mark("prepare")
-            largest = peak(self.device, partial(trial.step, step.max_num_batched_tokens, step.max_num_seqs))
+            tokens, rows = step.max_num_batched_tokens, step.max_num_seqs
+            largest = peak(self.device, partial(trial.step, tokens, rows, all_states=True))
             self._laps.mark("largest step")
             graphs = peak(self.device, partial(trial.decode, sizes[-1])) if sizes else 0
             mixed = trial.mixed_sizes

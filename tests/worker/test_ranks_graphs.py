@@ -5,6 +5,8 @@ Ranks are threads; a step sums as many numbers as its bucket has rows, and sums 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,3 +117,23 @@ def test_a_rank_that_left_others_in_a_sum_ends_the_engine() -> None:
 
     with pytest.raises(EngineDeadError, match=r"rank 0 of 2 could not run a step of 8 rows.*no memory is left"):
         on_ranks(2, run)
+
+
+def test_a_failed_capture_keeps_nothing_of_what_it_allocated() -> None:
+    """The step that goes on without a graph needs that memory. No collection of garbage comes in between."""
+    graphs = SummingGraphs(SIZES, CountedCapturer(0), adapters=StepAdapters())
+    left: list[weakref.ref[torch.Tensor]] = []
+    plain = graphs._capture
+
+    def capture(bucket: int) -> None:
+        activations = torch.zeros(bucket)
+        left.append(weakref.ref(activations))
+        plain(bucket)
+
+    graphs._capture = capture  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        assert graphs.prepare(8) is None
+        assert [one() for one in left] == [None]
+    finally:
+        gc.enable()
