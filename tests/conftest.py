@@ -188,7 +188,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """The processes of a run are forks of one interpreter, which has imported what they would. Not where lines are
     counted: that begins where an interpreter does."""
-    if "coverage" in sys.modules:
+    if "coverage" in sys.modules or os.environ.get("FORKED_TESTS") != "1":  # one fork of a run ended without a word
         return
     first = WarmPython()
     config.add_cleanup(first.close)
