@@ -159,8 +159,8 @@ def test_a_server_is_the_parent_of_its_processes_and_its_time_is_counted(warm_py
 
 
 def test_processes_of_a_run_are_forks() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ or "coverage" in sys.modules:
-        pytest.skip("this is no fork")
+    if "PYTEST_XDIST_WORKER" not in os.environ or "coverage" in sys.modules or os.environ.get("FORKED_TESTS") != "1":
+        pytest.skip("the processes of this run are no forks: FORKED_TESTS=1 makes them so")
     interpreter = Path(f"/proc/{os.getppid()}/cmdline").read_text()
     assert "warm_python" in interpreter and set(TESTED) <= set(sys.modules)
 
