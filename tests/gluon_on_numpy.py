@@ -78,10 +78,11 @@ class Pointer:
 
 
 class Descriptor:
-    """Of a matrix, for loads of tiles by TMA: zeros past its end."""
+    """Of a matrix, for loads of tiles by TMA: zeros past its end. Codes are numbers, whichever type they have."""
 
     def __init__(self, tensor: torch.Tensor):
-        self.array, self.dtype = tensor.float().numpy(), None
+        self.array = tensor.float().numpy()
+        self.dtype = "int8" if tensor.dtype is torch.int8 else None
 
     def copy(self, at, to):
         row, column = (int(i) for i in at)
@@ -238,7 +239,7 @@ def _language(program):
         convert_layout=lambda x, to, assert_trivial=False: x, inline_asm_elementwise=inline_asm_elementwise,
         allocate_shared_memory=lambda dtype, shape, kind: Shared(np.full(shape, np.nan, np.float32)),
         NVMMADistributedLayout=layout, NVMMASharedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout,
-        SliceLayout=layout, float32="fp32", int64="int64", int32="int32", bfloat16="bf16",
+        SliceLayout=layout, float32="fp32", int64="int64", int32="int32", int8="int8", bfloat16="bf16",
         num_warps=lambda: 8, assume=lambda _: None, reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.transpose(order),
     )  # fmt: skip

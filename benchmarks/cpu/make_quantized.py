@@ -1,6 +1,6 @@
 """A checkpoint in safetensors, rounded to nearest, in the formats that exporters write.
 
-    python benchmarks/cpu/make_quantized.py SOURCE FOLDER --format {gptq,awq,int8,fp8,int8-head} [--group 64] [--head]
+    python benchmarks/cpu/make_quantized.py SOURCE FOLDER --format FORMAT [--group 64] [--head]
 
 SOURCE is a folder with plain weights (export.py makes one of the embedded model). Every matrix of attention and MLP is
 coded, and the head with --head; embeddings and norms stay as they are. Nothing is calibrated: what is measured on the
@@ -11,6 +11,7 @@ result is the format and its kernels, not a method of choosing codes.
     int8    compressed-tensors W8A8: a scale for each row; inputs are rounded for each token
     fp8     compressed-tensors: e4m3, a scale for each row
     int8-head  plain numbers, those of the head rounded as `quantization_config={"lm_head": "int8"}` does on a GPU
+    fp8-head   the same with "fp8"
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from torch import Tensor
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns each nibble of a word holds
 Tensors = dict[str, Tensor]
 HEAD = "lm_head.weight"
-ROUNDED_HEAD = "int8-head"
 
 
 def in_words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -96,13 +96,14 @@ FORMATS: dict[str, tuple[Callable[[str, Tensor, int], Tensors], Callable[[int], 
     "int8": (int8, compressed("int-quantized", "int")),
     "fp8": (fp8, compressed("float-quantized", "float")),
 }  # fmt: skip
+ROUNDED_HEADS = {"int8-head": int8, "fp8-head": fp8}
 
 
-def round_head(source: Path, folder: Path) -> None:
+def round_head(source: Path, folder: Path, form: str) -> None:
     """Numbers of 8 bits and a scale for each row, beside embeddings that are as they were."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = load_file(source / "model.safetensors")
-    coded = int8("lm_head", tensors.get(HEAD, tensors["model.embed_tokens.weight"]).float(), 0)
+    coded = ROUNDED_HEADS[form]("lm_head", tensors.get(HEAD, tensors["model.embed_tokens.weight"]).float(), 0)
     tensors[HEAD] = coded["lm_head.weight"].float() * coded["lm_head.weight_scale"]
     config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -113,8 +114,8 @@ def round_head(source: Path, folder: Path) -> None:
 
 def make(source: Path, folder: Path, form: str, group: int = 64, *, head: bool = False) -> None:
     """`head`: coded as well, beside embeddings that are not, as GGUF files have it."""
-    if form == ROUNDED_HEAD:
-        round_head(source, folder)
+    if form in ROUNDED_HEADS:
+        round_head(source, folder, form)
         return
     folder.mkdir(parents=True, exist_ok=True)
     code, config_of = FORMATS[form]
@@ -141,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--format", required=True, choices=(*FORMATS, ROUNDED_HEAD))
+    parser.add_argument("--format", required=True, choices=(*FORMATS, *ROUNDED_HEADS))
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--head", action="store_true")
     args = parser.parse_args()

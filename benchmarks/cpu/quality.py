@@ -51,6 +51,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "int8 w8a8": {},
     "fp8": {},
     "int8 head": {"dtype": "float32"},
+    "int8 head, int8 inputs": {"dtype": "float32"},
+    "fp8 head": {"dtype": "float32"},
+    "fp8 head, fp8 inputs": {"dtype": "float32"},
     "fp8 cache": {"dtype": "float32", "kv_cache_dtype": "fp8"},
     "fp8 cache, measured scales": {"dtype": "float32", "kv_cache_dtype": "fp8", "calculate_kv_scales": True},
     "fp8_e5m2 cache": {"dtype": "float32", "kv_cache_dtype": "fp8_e5m2"},
@@ -59,6 +62,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 CHECKPOINTS = {  # of make_quantized.py
     "GPTQ w4": "gptq", "AWQ w4": "awq", "int8 w8a8": "int8", "fp8": "fp8", "int8 head": "int8-head",
+    "int8 head, int8 inputs": "int8-head",
+    "fp8 head": "fp8-head", "fp8 head, fp8 inputs": "fp8-head",
 }  # fmt: skip
 
 
@@ -131,7 +136,9 @@ class Bench:
                     "QUIRE_CPU_PACKED_CACHE": "0"}  # fmt: skip
         if name.startswith("decoded"):
             settings["QUIRE_CPU_KERNELS"] = "off"
-        return self._found(name, sys.executable, {"engine": "quire", "options": common | options}, settings)
+        inputs = name.partition(", ")[2].removesuffix(" inputs") if name.endswith(" inputs") else ""
+        job = {"engine": "quire", "options": common | options, "inputs": inputs}
+        return self._found(name, sys.executable, job, settings)
 
     def decoded(self, kind: str) -> Found:
         return self.quire(f"decoded {kind}", model=self.file_of(kind), dtype="float32")

@@ -17,10 +17,22 @@ from peer_child import LlamaCpp
 EVERY = 4
 
 
+def rounded(hidden, form):
+    """Each row to the largest code; '': as they are."""
+    torch = importlib.import_module("torch")
+    if not form:
+        return hidden
+    scale = hidden.abs().amax(-1, keepdim=True).clamp(min=1e-12) / {"fp8": 448, "int8": 127}[form]
+    codes = hidden / scale
+    return (codes.round() if form == "int8" else codes.to(torch.float8_e4m3fn)).to(hidden.dtype) * scale
+
+
 class Quire:
-    def __init__(self, options):
+    def __init__(self, options, inputs=""):
+        """`inputs`: what those of the output matrix are rounded to, as many rows are on a GPU."""
         package = importlib.import_module("quire")
         self._llm = package.LLM(**options)
+        self._inputs = inputs
         self._params = package.SamplingParams(max_tokens=1, prompt_logprobs=0)
 
     def window(self, ids):
@@ -28,8 +40,8 @@ class Quire:
         model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         seen, plain = [], model.logits
 
-        def watched(*hidden):  # and slots of adapters, of which older ones know nothing
-            seen.append(plain(*hidden))
+        def watched(hidden, *slots):  # of adapters, of which older ones know nothing
+            seen.append(plain(rounded(hidden, self._inputs), *slots))
             return seen[-1]
 
         model.logits = watched
@@ -65,7 +77,8 @@ def main():
     asked = json.loads(sys.argv[1])
     if "store" in asked:
         return store(asked)
-    engine = (Llama if asked["engine"] == "llama_cpp" else Quire)(asked["options"])
+    more = {"inputs": asked["inputs"]} if asked.get("inputs") else {}
+    engine = (Llama if asked["engine"] == "llama_cpp" else Quire)(asked["options"], **more)
     windows = json.loads(Path(asked["windows"]).read_text())
     found, logits = engine.window(windows[0])
     np.save(asked["logits"], logits[EVERY - 1 :: EVERY])

@@ -49,6 +49,7 @@ from quire.ops.triton.attention import (
 )
 from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes, probe_column
 from quire.ops.triton.launch import DESCRIPTORS
+from quire.ops.triton.register import launchers
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
@@ -566,6 +567,8 @@ class TritonAttention:
             env.EARLY_LAUNCH.get() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         )
         self.attend_prompts = None if self.fixed else _attend_prompts()
+        if torch.cuda.is_available():
+            launchers()  # of kernels that were loaded with this backend: others were loaded with the ops
         self.workspace = Workspace()
         self.forms: set[tuple[int, int, int, torch.dtype, torch.device]] = (
             set()

@@ -24,13 +24,13 @@ _TORCHAO = {  # classes of torchao's configurations; groups and granularities ar
     "Float8WeightOnlyConfig": "fp8", "Float8DynamicActivationFloat8WeightConfig": "fp8",
 }  # fmt: skip
 _MOST_JSON = 1 << 20
-_WITH_HEAD = ("int8_wo", "int4_wo")  # names that round the output matrix too, to 8 bits, as all names do on a CPU
+_WITH_HEAD = ("int8_wo", "int4_wo", "fp8", "ptpc_fp8")  # names that round the output matrix too, to int8
 HEAD = "lm_head"  # the only key of quantization_config
-_HEAD_FORMS = ("int8", None)
+_HEAD_FORMS = ("int8", "fp8", None)
 
 
 def rounding_settings(value: Any) -> Any:
-    """`quantization_config=`: whether the output matrix is rounded."""
+    """`quantization_config=`: what the output matrix is rounded to."""
     if not isinstance(value, Mapping):
         return value
     if unknown := [key for key in value if key != HEAD]:
@@ -42,7 +42,7 @@ def rounding_settings(value: Any) -> Any:
         )
     if HEAD in value and value[HEAD] not in _HEAD_FORMS:
         raise ConfigError(
-            f"quantization_config has {HEAD!r}: {shown(value[HEAD])}; it may be 'int8', or None for 16 bits",
+            f"quantization_config has {HEAD!r}: {shown(value[HEAD])}; it may be 'int8' or 'fp8', or None for 16 bits",
             param="quantization_config",
         )
     return dict(value)

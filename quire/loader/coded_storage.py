@@ -11,7 +11,7 @@ from quire.base.log import logger
 from quire.checkpoint.quantization import read_quantization
 from quire.config.engine import EngineConfig
 from quire.loader.formats.expected import expected_layout
-from quire.loader.online import coder_of, dummy_coder
+from quire.loader.online import coder_of, dummy_coder, head_coder
 from quire.ops.coded import coded_linear
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
@@ -33,7 +33,8 @@ def coded_storage(config: EngineConfig, kernels: Kernels, group: ShardGroup = AL
         return plain_storage(dtype, kernels, group)
     head = None
     if matrices is not None and about.head_form:
-        head = CodedScheme(dtype, arena, kernels, coder_of(about.head_form))
+        coder = head_coder(about.head_form, rounds=about.weight_form == "fp8")
+        head = CodedScheme(dtype, arena, kernels, coder)
     outer = config.load_config.load_format == "gguf"  # a small share of it in 16 bits would be a large one of a file
     choice = CodedChoice(dtype, arena, kernels, matrices, experts, head, outer=outer)
     return Storage(dtype, arena, kernels, choice, group)

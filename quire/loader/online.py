@@ -26,6 +26,11 @@ def coder_of(form: str) -> Coder | None:
     return coders.get(form)
 
 
+def head_coder(form: str, *, rounds: bool) -> Coder | None:
+    """As `coder_of`, of the output matrix. `rounds`: many inputs may be rounded to 8 bits, as those of fp8 always."""
+    return partial(_whole, bits=8, group=-1, inputs="int8") if rounds and form == "int8" else coder_of(form)
+
+
 def dummy_coder(about: Quantization) -> Coder | None:
     """Codes such as a checkpoint of this format has; None: decoded as every such checkpoint would be."""
     if about.family in ("gptq", "awq"):

@@ -18,6 +18,7 @@ from quire.schema.errors import ConfigError
 
 MAP_BYTES = 1 << 26
 ALIGN = 64  # a cache line
+NO_MEMORY = (OSError, OverflowError, ValueError)  # what a map of that size raises
 
 
 class Arena:
@@ -37,18 +38,20 @@ class Arena:
     def _take(self, size: int) -> tuple[mmap.mmap, int]:
         if self._map is None or self._used + size > self._size:
             self._size = max(MAP_BYTES, -(-size // MAP_BYTES) * MAP_BYTES)
-            self._map, self._used = new_map(self._size), 0
+            try:
+                self._map, self._used = new_map(self._size), 0
+            except NO_MEMORY as wrong:
+                raise ConfigError(
+                    f"there is no memory for {self._size} more bytes of weights ({wrong})", param="model"
+                ) from None
         offset = self._used
         self._used += -(-size // ALIGN) * ALIGN
         return self._map, offset
 
 
 def new_map(size: int) -> mmap.mmap:
-    """Zeros that take memory once they are written, in huge pages where the system has some."""
-    try:
-        made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError, ValueError) as wrong:
-        raise ConfigError(f"there is no memory for {size} more bytes of weights ({wrong})", param="model") from None
+    """Zeros that take memory once they are written, in huge pages where the system has some. Raises NO_MEMORY."""
+    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with suppress(OSError):  # only a hint: a kernel without huge pages refuses it
             made.madvise(mmap.MADV_HUGEPAGE)

@@ -100,7 +100,7 @@ def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str
         "gpu": "" if gpu is None else gpu.name,
         "model": model.hf_config,
         "dtype": model.dtype,
-        "weights": [model.weight_form, model.quantization],
+        "weights": [model.weight_form, model.head_form, model.quantization],
         **({"file": model.path} if config.load_config.load_format == "gguf" else {}),  # its types of blocks
         "kv_dtype": config.cache_config.cache_dtype,
         "block_size": config.cache_config.block_size,

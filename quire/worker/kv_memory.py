@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.layers.batch import LayerCache
 from quire.ops.copy import upload
-from quire.quant.arena import new_map
+from quire.quant.arena import NO_MEMORY, new_map
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVLayout
 from quire.worker.gpu_memory import does_not_fit
@@ -37,7 +37,8 @@ class KVMemory:
         """`num_spare`: blocks behind those of the layout, of which plans know nothing."""
         self.layout, self.device, self.num_spare = layout, device, num_spare
         self.num_blocks = layout.num_blocks + num_spare
-        self.slots = [allocate(self.num_blocks, layout.page_bytes, device) for _ in layout.slots]
+        num_slots = len(layout.slots)
+        self.slots = [allocate(self.num_blocks, layout.page_bytes, device, num_slots) for _ in layout.slots]
         # copies move words, not bytes, where a page is made of whole words
         self._word = next(word for word in (torch.int64, torch.int32, torch.uint8) if not _rest(layout, word))
         self._pages = [slot.view(self._word) for slot in self.slots]
@@ -122,19 +123,19 @@ def _rest(layout: KVLayout, word: torch.dtype) -> int:
     return layout.page_bytes % word.itemsize
 
 
-def allocate(num_blocks: int, page_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_blocks, page_bytes], zero."""
+def allocate(num_blocks: int, page_bytes: int, device: torch.device, num_slots: int = 1) -> Tensor:
+    """uint8 [num_blocks, page_bytes], zero, for one of so many slots."""
     if device.type != "cpu":
         try:
             return torch.zeros((num_blocks, page_bytes), dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError as wrong:
             raise does_not_fit(device, f"a KV cache of {num_blocks} blocks", wrong) from None
-    size = num_blocks * page_bytes
     try:
-        memory = new_map(size)
-    except (OSError, OverflowError, ValueError) as wrong:
+        memory = new_map(num_blocks * page_bytes)
+    except NO_MEMORY as wrong:
+        block_bytes = num_slots * page_bytes
         raise ConfigError(
-            f"cannot allocate {size / 2**30:.2f} GiB for the KV cache ({num_blocks} blocks of {page_bytes} bytes): "
-            f"{wrong}; lower kv_cache_memory_bytes or QUIRE_CPU_KVCACHE_SPACE"
+            f"cannot allocate {num_blocks * block_bytes / 2**30:.2f} GiB for the KV cache ({num_blocks} blocks of "
+            f"{block_bytes} bytes): {wrong}; lower kv_cache_memory_bytes or QUIRE_CPU_KVCACHE_SPACE"
         ) from None
     return torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, page_bytes)

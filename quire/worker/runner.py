@@ -467,7 +467,7 @@ class ModelRunner:
 
     def _pick(self, hidden: Tensor, slots: Tensor | None, targets: Tensor, k: int) -> list[Picked]:
         """In pieces, because the logits of a long prompt would be many times the size of the model."""
-        at_once = max(1, _LOGIT_BYTES // (4 * self.sampler.rows.vocab_size))
+        at_once = logits_at_once(self.sampler.rows.vocab_size)
         pieces = []
         for at in range(0, len(targets), at_once):
             here = slice(at, at + at_once)
@@ -477,6 +477,11 @@ class ModelRunner:
 
     def _lose(self, failed: dict[int, str]) -> None:
         self._lost |= {self.rows.request_of[row]: why for row, why in failed.items()}
+
+
+def logits_at_once(vocab_size: int) -> int:
+    """Positions of a prompt whose logits are computed together."""
+    return max(1, _LOGIT_BYTES // (4 * vocab_size))
 
 
 def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from quire.ops.sample import allow_words_
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
 from quire.worker.inputs import StepShape
-from quire.worker.runner import ModelRunner
+from quire.worker.runner import ModelRunner, logits_at_once
 
 if TYPE_CHECKING:
     from quire.worker.media import EncodesItems
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Beside the largest step: some kernels go by the number of tokens, with tiles of 96 and 192 among them.
 TOKENS = tuple(sorted({*(1 << i for i in range(1, 13)), 96, 192}))
+# Rows that the output matrix multiplies, which goes by them: requests, all drafts of them, or tokens of a prompt.
+OUTPUTS = (1, 2, 8, 16, 32, 64, 96, 128, 192, 256, 512, 768, 1024)
 DECODES = (4, 24, 96)  # rows that decode in a step: attention goes by it
 ALONE = 1024  # tokens of a prompt that has a step for itself
 PROMPT = 64  # of one with an adapter
@@ -60,6 +62,7 @@ class Trial:
     def __init__(self, runner: ModelRunner | PoolingRunner, max_len: int) -> None:
         assert runner.inputs is not None
         self._runner, self._inputs, self._max_len = runner, runner.inputs, max_len
+        self._state: torch.Tensor | None = None  # hidden, of one token of the last step
         self._pretend(agree=True)
         self._inputs.mirror.flat.zero_()
 
@@ -88,6 +91,16 @@ class Trial:
         assert self._runner.graphs is not None
         with torch.inference_mode():
             self._runner.graphs.run_uncaptured(bucket)
+
+    @torch.inference_mode()
+    def outputs(self) -> None:
+        """The output matrix alone, after a step: no step has as many rows that sample as drafts or prompts may make."""
+        runner, state = self._runner, self._state
+        if state is None or not isinstance(runner, ModelRunner):
+            return
+        most = min(OUTPUTS[-1], max(256, runner.rows.max_rows, logits_at_once(runner.sampler.rows.vocab_size)))
+        for count in (*(count for count in OUTPUTS if count < most), most):
+            runner.model.narrow_logits(state.expand(count, *state.shape[1:]).contiguous())
 
     def with_adapters(self, largest: int) -> None:
         """What graphs with adapters hold, and a prompt with one, where adapters change every layer."""
@@ -121,6 +134,7 @@ class Trial:
             allow_nothing(self._runner.sampler.rows.vocab_size, self._inputs.device)
         for count in (1, *(count for count in TOKENS if count < largest), largest):
             self.step(count, max(1, count // 16))
+        self.outputs()
         self.step(min(ALONE, largest), 1)
         for agree in (True, False):  # rows that begin with the same blocks may be served together
             self._pretend(agree)
@@ -158,6 +172,7 @@ class Trial:
             return
         if len(batch.logit_index) < len(hidden):
             hidden = hidden.index_select(0, batch.logit_index)
+        self._state = hidden[:1]
         logits = runner.model.narrow_logits(hidden)
         runner.sampler.plain.refresh()
         out = torch.empty((2, len(rows)), dtype=torch.int32, device=logits.device)

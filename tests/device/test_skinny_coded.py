@@ -21,8 +21,7 @@ SILU = act.gated_form(act.SILU, False)
 WEIGHTS = {
     "fp8-rows": cases.Made("fp8", 96, 256, 256), "fp8-blocks": cases.Made("fp8", 72, 384, 128),
     "fp8-256": cases.Made("fp8", 200, 1024, 256), "int8-rows": cases.Made("int8", 50, 256, 256),
- "int4-128": cases.Made("int4", 72, 512, 128),
- "int4-rows": cases.Made("int4", 130, 4096, 4096),
+    "int4-128": cases.Made("int4", 72, 512, 128), "int4-rows": cases.Made("int4", 130, 4096, 4096),
     "fp4-128": cases.Made("fp4", 40, 256, 128),
 }  # fmt: skip
 
@@ -52,6 +51,30 @@ def test_products(name, rows):
             cases.check(forms.linear_act(x, right, bias, SILU), few_ops.linear_act(x, weight, bias, gate), 1e-2)
         with nullcontext() if right is weight else pytest.raises(AssertionError):
             cases.check(forms.coded_linear(x, right, bias), coded_linear.reference(x, weight, bias), 1e-2)
+
+
+@pytest.mark.parametrize("rows", [2, 7, 17, 32, 64, 200])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_an_output_matrix(kind, rows):
+    """In one kernel that splits no K: the dtype of the rows, and every place written. The number of its rows is odd."""
+    dtype = torch.float16 if rows == 17 else torch.bfloat16
+    forms = skinny.SkinnyForms({SILU: act.SILU}, processors=4, early=True)  # its tiles are enough for so many
+    weight = cases.weight_of(cases.Made(kind, 1537, 4096, 4096), "cuda")
+    x = cases.normal(rows, 4096, seed=rows, dtype=dtype, device="cuda")
+    assert skinny_coded.fits(x, weight) and skinny_coded.is_whole(rows, weight, 4)
+    assert not skinny_coded.is_whole(rows, weight, 1000)
+    bias = cases.normal(weight.rows, seed=1, dtype=dtype, device="cuda")
+    for right in (weight, *cases.wrong_ones(weight)):
+        found = forms.coded_linear(x, right, bias)
+        assert found.dtype is dtype
+        with nullcontext() if right is weight else pytest.raises(AssertionError):
+            cases.check(found, coded_linear.reference(x, weight, bias), 1e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forms.coded_linear(x, weight, bias)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, forms.coded_linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ def hopper():
         pytest.skip("only Hopper has these instructions")
 
 
-def made(rows, columns, width, dtype=torch.bfloat16):
-    weight = cases.weight_of(cases.Made("fp8", columns, width, width, rounds=True), "cuda")
+def made(rows, columns, width, dtype=torch.bfloat16, kind="fp8"):
+    weight = cases.weight_of(cases.Made(kind, columns, width, width, rounds=True), "cuda")
     x = cases.normal(rows, width, seed=rows, dtype=dtype, device="cuda")
-    return RoundedRows(*coded.quantize_rows(x, CODE.dtype, width), dtype), weight
+    return RoundedRows(*coded.quantize_rows(x, weight.codes.dtype, width), dtype), weight
 
 
 def numbers(codes):
@@ -43,10 +43,11 @@ def numbers(codes):
 
 @pytest.mark.parametrize("rows", [1, 33, 64, 65, 128, 130, 256])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products(shape, rows):
-    dtype = torch.float16 if rows == 65 else torch.bfloat16
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_products(kind, shape, rows):
+    dtype = torch.float16 if rows == 65 and shape != SHAPES[-1] else torch.bfloat16  # whose products are too large
     forms = skinny.SkinnyForms({SILU: act.SILU}, processors=132, early=rows % 2 == 0)
-    x, weight = made(rows, *shape, dtype)
+    x, weight = made(rows, *shape, dtype, kind)
     bias = cases.normal(weight.rows, seed=1, dtype=dtype, device="cuda")
     assert skinny_rounded.fits(x, weight)
     wanted = rounded_linear.reference(x, weight, bias)
@@ -58,16 +59,60 @@ def test_products(shape, rows):
         with nullcontext() if right is weight else pytest.raises(AssertionError):
             found = skinny_rounded.linear_silu(x, right, bias, processors=132, early=rows % 2 == 0)
             cases.check(found, GATED["silu"].reference(wanted), ERROR)
-    found = forms.rounded_act(x, weight, bias, SILU, CODE)
+    code = RowCode(weight.codes.dtype)
+    found = forms.rounded_act(x, weight, bias, SILU, code)
     cases.check(numbers(found).to(dtype), GATED["silu"].reference(wanted), CODED_ERROR)
 
 
-def test_every_ring():
+@pytest.mark.parametrize("rows", [33, 64, 90, 128, 150, 200, 256, 300])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_an_output_matrix(kind, rows):
+    """Whose rows of inputs are rounded for it, in one kernel that splits no K: the dtype of the rows, and every place
+    written, in a graph too."""
+    dtype = torch.float16 if rows == 90 else torch.bfloat16
+    forms = skinny.SkinnyForms({SILU: act.SILU}, processors=16, early=True)  # its tiles are enough for so many
+    x, weight = made(rows, 5000, 512, dtype, kind)
+    plain = cases.normal(rows, 512, seed=rows, dtype=dtype, device="cuda")
+    assert skinny_rounded.takes_whole(plain, weight, 16) == (rows <= 256 or kind == "int8")
+    bias = cases.normal(weight.rows, seed=1, dtype=dtype, device="cuda")
+    wanted = rounded_linear.reference(x, weight, bias)
+    for right in (weight, *cases.wrong_ones(weight)):
+        found = forms.coded_linear(plain, right, bias)
+        assert found.dtype is dtype and found.shape == wanted.shape
+        with nullcontext() if right is weight else pytest.raises(AssertionError):
+            cases.check(found, wanted, ERROR)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forms.coded_linear(plain, weight, bias)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, forms.coded_linear(plain, weight, bias))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_rows_of_inputs_that_are_not_numbers_stay_so(kind, wrong):
+    """Else a request whose states are NaN would be answered, from 33 rows on, with logits that are all the same."""
+    forms = skinny.SkinnyForms({SILU: act.SILU}, processors=16, early=True)
+    _, weight = made(40, 5000, 512, kind=kind)
+    plain = cases.normal(40, 512, seed=1, dtype=torch.bfloat16, device="cuda")
+    right = forms.coded_linear(plain, weight, None)
+    assert right.isfinite().all()
+    plain[3] = wrong
+    plain[17, 100] = wrong
+    found = forms.coded_linear(plain, weight, None)
+    others = [row for row in range(40) if row not in (3, 17)]
+    assert torch.equal(found[others], right[others])
+    assert found[[3, 17]].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_every_ring(kind):
     """Rings are chosen by measurement, and all must be right: tiles of one, two and three times 64."""
     for rows, (tile, held, pieces) in itertools.product(
-        (40, 150), itertools.product((64, 128, 192), (64, 128), (1, 2))
+        (40, 150), itertools.product((64, 128, 192), (64, 128, 256), (1, 2))
     ):
-        x, weight = made(rows, 472, 768)
+        x, weight = made(rows, 472, 768, kind=kind)
         wanted = rounded_linear.reference(x, weight, None)
         for buffers, parts in ((2, 1), (2, 3), (3, 2)):
             if (tile + held) * pieces * buffers * 128 > 220 << 10:

@@ -24,7 +24,7 @@ from quire.layers.stored import matrices_of, num_numbers
 from quire.loader.coded_storage import coded_storage
 from quire.loader.load import load_model, reload_weights
 from quire.loader.online import coder_of
-from quire.loader.sharded import write_safetensors
+from quire.loader.sharded import weights_of, write_safetensors
 from quire.loader.to_device import Sender
 from quire.models.build import build_model
 from quire.ops.coded import MIDDLE, CodedWeight, coded_linear, decode_weight, open_chunks
@@ -34,11 +34,12 @@ from quire.quant.coded import AffineCodes, Grid
 from quire.quant.coded_scheme import CodedParts, CodedScheme
 from quire.quant.device_codes import device_codes, join, round_to_fp8
 from quire.quant.scheme import MatrixShape, by_rows
-from quire.quant.shard import Span
+from quire.quant.shard import ALONE, ShardGroup, Span
 from quire.schema.errors import ConfigError
 from tests.engine.test_quantized_formats import FORMS
 from tests.paged import Paged
 from tests.quantized import Form, write, write_files
+from tests.thread_ranks import on_ranks
 from tests.tiny_models import write_tiny
 
 IDS = [list(range(4, 40)), [300, 7, 7, 25]]
@@ -161,27 +162,57 @@ def test_numbers_are_rounded_while_they_arrive(tmp_path: Path, form: str, error:
         assert torch.equal(decode_weight(part, torch.float32), decode_weight(right, torch.float32))
 
 
-@pytest.mark.parametrize(("form", "head"), [("int4", "int8"), ("int8", "int8"), ("fp8", "int8"), ("fp8", "")])
+HEADS = [("int4", "int8"), ("int8", "int8"), ("fp8", "int8"), ("fp8", "fp8"), ("fp8", "")]
+
+
+def with_rounded_head(folder: Path, form: str, head: str, group: ShardGroup = ALONE) -> Any:
+    config = EngineArgs(model=str(folder), dtype="float16", device="cpu").create_engine_config()
+    config = replace(config, **{"model_config.weight_form": form, "model_config.head_form": head})
+    model = build_model(
+        config.model_config.hf_config, dtype=torch.float16, device="cpu", max_model_len=64,
+        storage=coded_storage(config, TORCH, group),
+    )  # fmt: skip
+    reload_weights(model, config)
+    return model
+
+
+@pytest.mark.parametrize(("form", "head"), HEADS)
 def test_an_output_matrix_that_is_rounded_too(tmp_path: Path, form: str, head: str) -> None:
-    """To 8 bits, as on a CPU; not one that is the embedding as well."""
+    """To 8 bits, as on a CPU; not one that is the embedding as well. Its inputs may be rounded where those of other
+    matrices are."""
     for tied in (False, True):
         folder = tmp_path / f"tied-{tied}"
         write_tiny("Qwen3ForCausalLM", folder, tie_word_embeddings=tied)
-        config = EngineArgs(model=str(folder), dtype="float16", device="cpu").create_engine_config()
-        config = replace(config, **{"model_config.weight_form": form, "model_config.head_form": head})
-        model = build_model(
-            config.model_config.hf_config, dtype=torch.float16, device="cpu", max_model_len=64,
-            storage=coded_storage(config, TORCH),
-        )  # fmt: skip
-        reload_weights(model, config)
+        model = with_rounded_head(folder, form, head)
         heads = [matrix for key, matrix in coded_of(model).items() if "head" in key]
         assert len(heads) == (0 if tied or not head else 1)
         for matrix in heads:
             (part,) = matrix.parts.values()
-            assert isinstance(part, CodedWeight) and part.kind == "int8" and part.group == part.width
+            assert isinstance(part, CodedWeight) and part.kind == head and part.group == part.width
+            assert part.rounds == (form == "fp8")
             x = torch.randn(3, part.width, generator=torch.Generator().manual_seed(0)).half()
             wanted = x.float() @ matrix.decoded().float().t()
             assert (model.head(x).float() - wanted).norm() < 2e-3 * wanted.norm() > 0
+            assert torch.equal(model.head.take(torch.tensor([5, 2])), matrix.decoded()[[5, 2]])
+            assert {"head.codes", "head.scale"} <= set(weights_of(model))  # what save_sharded_state writes
+
+
+@pytest.mark.parametrize("head", ["int8", "fp8"])
+def test_ranks_that_share_a_rounded_output_matrix(tmp_path: Path, head: str) -> None:
+    write_tiny("Qwen3ForCausalLM", tmp_path, tie_word_embeddings=False)
+    whole = with_rounded_head(tmp_path, "fp8", head)
+    x = torch.randn(3, whole.head.width, generator=torch.Generator().manual_seed(0)).half()
+
+    def shared(group: ShardGroup) -> tuple[int, torch.Tensor]:
+        model = with_rounded_head(tmp_path, "fp8", head, group)
+        (part,) = model.head.stored.parts.values()
+        assert isinstance(part, CodedWeight) and part.kind == head
+        return part.rows, model.head(x)
+
+    (first, logits), (second, others) = on_ranks(2, shared)
+    assert 0 < first < first + second == whole.head.rows.count
+    assert torch.equal(logits, others)
+    torch.testing.assert_close(logits, whole.head(x), rtol=1e-3, atol=1e-3)  # of the same codes: rows are rounded alone
 
 
 class Peak:

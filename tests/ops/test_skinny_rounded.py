@@ -1,5 +1,5 @@
-"""Matmuls of fp8 codes on both sides (ops/triton/skinny_rounded.py) as numpy runs them: every kind of tile, with splits
-of K, rows and columns past the end, and biases."""
+"""Matmuls of 8-bit codes on both sides (ops/triton/skinny_rounded.py) as numpy runs them: every kind of tile, with
+splits of K, rows and columns past the end, and biases."""
 
 import pytest
 import torch
@@ -38,17 +38,17 @@ def by_numpy(monkeypatch):
     monkeypatch.setattr(skinny_rounded, "describe", lambda tensor, box: gluon_on_numpy.Descriptor(tensor))
 
 
-def made(rows, columns, width):
-    weight = cases.weight_of(cases.Made("fp8", columns, width, width, rounds=True), "cpu")
+def made(rows, columns, width, kind="fp8"):
+    weight = cases.weight_of(cases.Made(kind, columns, width, width, rounds=True), "cpu")
     x = cases.normal(rows, width, seed=rows, dtype=torch.bfloat16, device="cpu")
-    codes = RoundedRows(*quantize_rows.reference(x, torch.float8_e4m3fn, width), torch.bfloat16)
+    codes = RoundedRows(*quantize_rows.reference(x, weight.codes.dtype, width), torch.bfloat16)
     return codes, weight, cases.normal(columns, seed=1, dtype=torch.bfloat16, device="cpu")
 
 
 @pytest.mark.parametrize("tile", [64, 128, 192])
 @pytest.mark.parametrize(("rows", "held"), [(40, 64), (100, 64), (130, 128), (192, 192), (200, 192), (250, 256)])
 def test_products(tile, rows, held):
-    x, weight, bias = made(rows, 472, 768)
+    x, weight, bias = made(rows, 472, 768, "int8" if rows % 100 else "fp8")
     wanted = rounded_linear.reference(x, weight, bias)
     for pieces, buffers, parts in ((1, 2, 1), (2, 2, 1), (1, 3, 2)):
         ring = RoundedRing(tile, held, pieces, buffers, 1)
@@ -62,3 +62,23 @@ def test_products(tile, rows, held):
                 else:
                     with pytest.raises(AssertionError):
                         cases.check(result, meant, ERROR)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("rows", [33, 96, 200, 300])
+def test_a_matrix_that_needs_no_splits(kind, rows):
+    """In one kernel, in the dtype of the rows."""
+    x, weight, bias = made(rows, 1000, 768, kind)
+    numbers = torch.zeros(rows, 768, dtype=torch.bfloat16)
+    assert skinny_rounded.takes_whole(numbers, weight, 1) == (rows <= 256 or kind == "int8")
+    assert not skinny_rounded.takes_whole(numbers, weight._replace(rounds=False), 1)
+    assert not skinny_rounded.takes_whole(numbers, weight, 1000)  # so many multiprocessors want splits
+    for right in (weight, *cases.wrong_ones(weight)):
+        found = skinny_rounded.linear(x, right, bias, processors=1)
+        assert found.dtype is torch.bfloat16 and found.shape == (rows, 1000)
+        wanted = rounded_linear.reference(x, weight, bias)
+        if right is weight:
+            cases.check(found, wanted, ERROR)
+        else:
+            with pytest.raises(AssertionError):
+                cases.check(found, wanted, ERROR)

@@ -54,6 +54,15 @@ def test_inputs_rounded_to_8_bits(dtype, group):
     assert (off > 0).float().mean() < 0.01 and carried.float().mean() < 0.03
 
 
+def test_a_group_that_is_no_number_has_a_scale_that_is_none():
+    """Whole numbers have no NaN, and zeros times a scale would be an answer."""
+    x = cases.normal(4, 384, dtype=torch.float16)
+    x[1, 200], x[2] = torch.nan, torch.nan
+    _, scale = coded.quantize_rows(x, torch.int8, 128)
+    torch.testing.assert_close(scale, ops.quantize_rows(x, torch.int8, 128)[1], equal_nan=True)
+    assert scale.isnan().sum() == 1 + 3
+
+
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize(("width", "group"), [(384, 0), (1000, 0), (384, 128)])
 def test_rounded_where_they_are_made(width, group, code):

@@ -587,9 +587,15 @@ def test_codes_times_some_rows(name, rows):
     language = pytest.importorskip("triton.experimental.gluon.language")
     kind = name.partition("-")[0]
     packed, padded, half = "4" in kind, skinny._padded(rows), "bf16" if rows != 17 else "fp16"
-    for kernel, more in ((skinny._parts_kernel, {"sums": "*fp32"}), (skinny._silu_kernel, {"out": f"*{half}"})):
-        ring = skinny.ring_of(rows, 4096, gated="out" in more)
-        box = ring.tile // 2 if "out" in more else ring.tile
+    out = {"out": f"*{half}"}
+    for kernel, more in (
+        (skinny._parts_kernel, {"sums": "*fp32"}),
+        (skinny._silu_kernel, out),
+        (skinny._whole_kernel, out),
+    ):
+        is_gated = kernel is skinny._silu_kernel
+        ring = skinny.ring_of(rows, 4096, gated=is_gated)
+        box = ring.tile // 2 if is_gated else ring.tile
         codes, staged = (language.NVMMASharedLayout(swizzle, 16, 2) for swizzle in (64 if packed else 128, 128))
         flat = f"tensordesc<fp32[1,{box}],{language.NVMMASharedLayout(0, 32, 2)!r}>"
         is_grouped = name not in ("fp8", "int4-rows")
@@ -607,9 +613,14 @@ def test_codes_times_some_rows(name, rows):
         }
         places = {(list(signature).index(name),): value for name, value in constants.items()}
         options = {"num_warps": ring.tile // 16}
-        made = triton.compile(source(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
+        even = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in ("columns", *more)}
+        made = triton.compile(
+            source(kernel, signature, places, even), target=GPUTarget("cuda", 90, 32), options=options
+        )
         text = made.asm["ptx"]
         assert "wgmma.mma_async" in text and "griddepcontrol.wait" in text and ".local" not in text
+        if kernel is skinny._whole_kernel:
+            assert not re.search(r"st\.global\.(b16|b32|v2)", text) and "st.global.v4" in text
         loop = text[text.index("mbarrier.try_wait") : text.rindex("wgmma.mma_async")]
         assert "st.shared" not in loop  # what is widened stays in registers
         assert made.metadata.shared <= 227 << 10
@@ -619,22 +630,24 @@ def test_codes_times_some_rows(name, rows):
 
 
 @pytest.mark.parametrize("rows", [40, 100, 150, 200])
-@pytest.mark.parametrize("columns", [4096, 6144, 24576])
-def test_codes_times_rounded_rows(columns, rows):
+@pytest.mark.parametrize("columns", [4096, 6144, 24576, 151936])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_codes_times_rounded_rows(kind, columns, rows):
     """As above; nothing is widened, and no way leads around the loop, or ptxas would let no two matmuls overlap."""
     skinny = pytest.importorskip("quire.ops.triton.skinny_rounded")
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 8, 2)
-    sums = WIDE if rows == 100 else HALF
+    sums, codes = WIDE if rows == 100 else HALF, torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    of, product = ("i8", "s8.s8") if kind == "int8" else ("fp8e4nv", "e4m3.e4m3")
     for kernel, more in ((skinny._parts_kernel, {"sums": sums}), (skinny._silu_kernel, {"out": HALF})):
-        ring = skinny.ring_of(rows, columns, 4096, 132, gated="out" in more)
-        given, share = skinny._arguments(None, ring, True), 2 if "out" in more else 1
+        ring = skinny.ring_of(rows, columns, 4096, 132, gated="out" in more, whole=columns == 151936)
+        given, share = skinny._arguments(None, ring, codes, True), 2 if "out" in more else 1
         inputs = given["ROWS"], given["BESIDE"] or given["ROWS"]
         assert given["ROWS"] + given["BESIDE"] == ring.rows
         boxes = {"matrix": given["TILE"], "narrow": given["ADDED"] or given["TILE"]}
         boxes |= {"rows": share * inputs[0], "others": share * inputs[1]}
         kinds = {
-            **{name: f"tensordesc<fp8e4nv[{box // share},128],{layout!r}>" for name, box in boxes.items()},
+            **{name: f"tensordesc<{of}[{box // share},128],{layout!r}>" for name, box in boxes.items()},
             "scale": "*fp32", "row_scale": "*fp32", **more,
         }  # fmt: skip
         options = {name: given.pop(name) for name in ("num_warps", "launch_pdl")}
@@ -648,7 +661,7 @@ def test_codes_times_rounded_rows(columns, rows):
             source(kernel, signature, places, even), target=GPUTarget("cuda", 90, 32), options=options
         )
         text = made.asm["ptx"]
-        assert "wgmma.mma_async" in text and "e4m3.e4m3" in text and "griddepcontrol.wait" in text
+        assert "wgmma.mma_async" in text and product in text and ".local" not in text and "griddepcontrol.wait" in text
         assert made.metadata.shared <= 227 << 10
         assert not re.search(r"st\.global\.(b16|b32|f32)", text) and re.search(r"st\.global\.v4", text)
 

@@ -21,7 +21,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton import knobs
 
-from quire.ops.triton import launch, norm, rows, warm
+from quire.attention import triton as triton_attention
+from quire.attention.library import Library
+from quire.ops.triton import attention_one, launch, norm, rows, warm
 from tests.fake_triton import without_gpu
 
 
@@ -161,6 +163,21 @@ def test_keys_of_kernels_do_not_depend_on_what_a_process_met_before() -> None:
     ]
     assert len(found[0]) > 100 and found[0].keys() == found[1].keys()
     assert not [name for name, key in found[0].items() if found[1][name] != key]
+
+
+def test_kernels_that_are_loaded_with_attention_have_launchers(
+    fake: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the table of ops was made, in a start that runs no dry run: else their keys would depend on what else the
+    process met, and one that is in the cache would be compiled while serving."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(launch, "current_stream", lambda: lambda: 7)
+    attention_prompts = pytest.importorskip("quire.ops.triton.attention_prompts")
+    backend = triton_attention.TritonAttention(library=Library())
+    assert backend.attend_prompts is attention_prompts.attend_prompts
+    for kernel in launch.kernels_of([attention_prompts, attention_one]):
+        assert isinstance(kernel.run, launch.Launcher), kernel.fn.__name__
 
 
 def test_a_child_that_cannot_compile_says_so_and_goes_on(tmp_path: Path) -> None:

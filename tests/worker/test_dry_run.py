@@ -319,6 +319,67 @@ def test_captured_steps_want_no_kernel_that_was_not_listed(
     assert ("skinny_rounded" in modules) == is_rounded and len(modules) > 6
 
 
+@pytest.mark.parametrize(
+    ("most_rows", "sizes"), [(256, (1, 2, 4, 8, 16, 32, 64, 128, 256)), (8, (1, 2, 4, 8)), (200, (1,))]
+)
+@pytest.mark.parametrize("head", ["int8", "fp8"])
+def test_output_matrices_in_8_bits_want_no_kernel_that_was_not_listed(
+    head: str,
+    most_rows: int,
+    sizes: tuple[int, ...],
+    on_hopper: None,
+    as_on_a_gpu: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any number of rows, by a vocabulary that has tiles for all multiprocessors: drafts and log probabilities of
+    prompts have more of them than there may be requests."""
+    write_tiny("Qwen3ForCausalLM", tmp_path, num_hidden_layers=1, **WIDE, vocab_size=40000, tie_word_embeddings=False)
+    monkeypatch.setitem(globals(), "SIZES", sizes)
+
+    def store(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
+        rounded = replace(config, **{"model_config.weight_form": "fp8", "model_config.head_form": head})
+        return coded_storage(rounded, kernels, group)
+
+    def sample(llm: LLM) -> None:
+        model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        with torch.inference_mode():
+            for rows in (
+                1,
+                2,
+                3,
+                8,
+                9,
+                16,
+                17,
+                32,
+                33,
+                40,
+                64,
+                65,
+                96,
+                97,
+                128,
+                129,
+                160,
+                192,
+                193,
+                200,
+                256,
+                257,
+                400,
+                419,
+            ):
+                model.narrow_logits(torch.zeros(rows, WIDE["hidden_size"], dtype=torch.bfloat16))
+
+    monkeypatch.setattr(load_module, "storage_for", store)
+    wanted = check_listed(str(tmp_path), sample, monkeypatch, max_num_seqs=most_rows)
+    names = {job["name"] for job in wanted}
+    assert {"_whole_kernel", "_parts_kernel", "_quantize_kernel"} <= names
+    assert ("_coded_kernel" in names) == (head == "fp8")  # instead of the library, which a CPU does not have
+    assert len({json.dumps(job["constant_vals"]) for job in wanted if job["name"] == "_parts_kernel"}) == 5
+
+
 def check_listed(
     path: str, use: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> list[dict[str, Any]]:

@@ -165,9 +165,16 @@ def test_untouched_memory_costs_nothing():
     assert held[5, :100].sum() == 100
 
 
-def test_impossible_memory_is_one_clear_error():
-    with pytest.raises(ConfigError, match=r"cannot allocate .* GiB for the KV cache"):
-        kv_memory.allocate(1 << 40, 1 << 30, torch.device("cpu"))
+def test_impossible_memory_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(kv_memory, "new_map", refuse_map)
+    words = r"cannot allocate 30\.00 GiB for the KV cache \(8 blocks of 4026531840 bytes\): .*; lower kv_cache"
+    with pytest.raises(ConfigError, match=words) as caught:
+        kv_memory.allocate(8, 1 << 27, torch.device("cpu"), num_slots=30)
+    assert "weights" not in str(caught.value)
+
+
+def refuse_map(size: int) -> None:
+    raise OSError(12, "Cannot allocate memory")
 
 
 # --- how much memory
@@ -250,7 +257,12 @@ def test_threads_asked_for(no_threads, monkeypatch):
     assert threads.num_threads() == 3
     monkeypatch.setenv("QUIRE_CPU_NUM_THREADS", "-1")
     env.forget_all()
-    with pytest.raises(ConfigError, match="-1"):
+    with pytest.raises(ConfigError, match="QUIRE_CPU_NUM_THREADS is -1; it must be at least 1"):
+        threads.num_threads()
+    monkeypatch.delenv("QUIRE_CPU_NUM_THREADS")
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")
+    env.forget_all()
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS is 0; it must be at least 1"):
         threads.num_threads()
 
 

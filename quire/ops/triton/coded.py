@@ -10,7 +10,7 @@ of a group, so what is multiplied is exact. Inputs that were rounded to 8 bits a
     more                  inputs rounded                decoded to a scratch matrix, multiplied by the library
 
 On Hopper, few_coded.py has the matmuls of one row, skinny_coded.py those of some rows, with codes that they read, and
-skinny_rounded.py those of 33 to 256 rows with fp8 that rounds, a scale for each row.
+skinny_rounded.py those of 33 to 256 rows with fp8 and int8 that round, a scale for each row.
 
 In batch-invariant mode there is one tile for any number of rows, and inputs are never rounded.
 

@@ -28,11 +28,17 @@ _TILE = 1024  # least entries of a program, for short rows
 @triton.jit
 def rounded(values, LARGEST: tl.constexpr, GROUP: tl.constexpr):
     """(values [rows, n] over their scales, to be stored as codes; the scales [rows, n / GROUP]). Whole numbers are
-    rounded half away from zero."""
+    rounded half away from zero. A group with a NaN has a scale that is NaN where codes are whole numbers, which have
+    none."""
     ROWS: tl.constexpr = values.shape[0]
     WIDTH: tl.constexpr = values.shape[1]
     groups = tl.reshape(values, (ROWS, WIDTH // GROUP, GROUP))
-    scale = tl.maximum(tl.max(tl.abs(groups), 2), 1e-12) / LARGEST
+    if LARGEST == 127.0:
+        bits = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), 2)  # NaN is the largest of these
+        largest = bits.to(tl.float32, bitcast=True)
+        scale = tl.where(largest < 1e-12, 1e-12, largest) / LARGEST
+    else:
+        scale = tl.maximum(tl.max(tl.abs(groups), 2), 1e-12) / LARGEST
     groups = groups / scale[:, :, None]
     if LARGEST == 127.0:
         groups = tl.where(groups < 0, groups - 0.5, groups + 0.5)

@@ -437,6 +437,11 @@ class SkinnyForms:
         rows = x.shape[0] if x.ndim == 2 else 0
         if rows and skinny_blocks.fits(x, weight):
             return skinny_blocks.linear(x, weight, bias, processors=self._processors, early=self._early)
+        if rows >= skinny_rounded.LEAST_ROWS and skinny_rounded.takes_whole(x, weight, self._processors):
+            codes = RoundedRows(*coded.quantize_rows(x, weight.codes.dtype, weight.group, early=self._early), x.dtype)
+            return skinny_rounded.linear(codes, weight, bias, processors=self._processors, early=self._early)
+        if rows > 1 and skinny_coded.fits(x, weight) and skinny_coded.is_whole(rows, weight, self._processors):
+            return skinny_coded.linear(x, weight, bias, early=self._early)
         if rows >= skinny_coded.LEAST_ROWS and skinny_coded.fits(x, weight):
             return self.linear_parts(x, weight, bias).whole()
         return self._other(x, weight, bias)

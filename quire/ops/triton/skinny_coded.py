@@ -324,6 +324,23 @@ def _product(
     return acc
 
 
+@gluon.constexpr_function
+def stored_layout(columns: int, entries: int, warps: int) -> gl.BlockedLayout:
+    """Of results that are stored in pieces of so many neighbouring columns."""
+    lanes = min(32, columns // entries)
+    return gl.BlockedLayout([entries, 1], [lanes, 32 // lanes], [1, warps], [0, 1])
+
+
+@gluon.jit
+def _scaled(acc, scale, bias, n, columns, part, GROUPED: gl.constexpr, BIAS: gl.constexpr):
+    """What is left to do to the sums of columns n."""
+    if not GROUPED:
+        acc *= gl.load(scale + n, mask=n < columns, other=0.0).to(gl.float32)[:, None]
+    if BIAS:
+        acc += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
+    return acc
+
+
 @gluon.jit(do_not_specialize=["num_rows", "columns", "buffers", "parts", "group_pieces"])
 def _parts_kernel(
     matrix, rows, scale, bias, sums, num_rows, columns, buffers, parts, group_pieces,
@@ -341,12 +358,31 @@ def _parts_kernel(
     own: gl.constexpr = acc.type.layout
     n = column + gl.arange(0, TILE, layout=gl.SliceLayout(1, own))
     m = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, own))
-    if not GROUPED:
-        acc *= gl.load(scale + n, mask=n < columns, other=0.0).to(gl.float32)[:, None]
-    if BIAS:
-        acc += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
+    acc = _scaled(acc, scale, bias, n, columns, part, GROUPED, BIAS)
     at = sums + (part * num_rows + m).to(gl.int64)[None, :] * columns + n[:, None]
     gl.store(at, acc, mask=(n < columns)[:, None] & (m < num_rows)[None, :])
+
+
+@gluon.jit(do_not_specialize=["num_rows", "buffers", "group_pieces"])
+def _whole_kernel(
+    matrix, rows, scale, bias, out, num_rows, columns, buffers, group_pieces,
+    TILE: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr, CODING: gl.constexpr,
+    GROUPED: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """grid (tiles of rows, tiles). out [num_rows, columns] = rows matrix' + bias, in pieces of 16 bytes."""
+    first, column = gl.program_id(0) * ROWS, gl.program_id(1) * TILE
+    acc = _product(
+        matrix, rows, scale, first, column, 0, buffers, columns, 0, group_pieces, TILE, ROWS, PIECES, BUFFERS, CODING,
+        GROUPED, False, EARLY,
+    )  # fmt: skip
+    n = column + gl.arange(0, TILE, layout=gl.SliceLayout(1, acc.type.layout))
+    acc = _scaled(acc, scale, bias, n, columns, 0, GROUPED, BIAS)
+    own: gl.constexpr = stored_layout(TILE, 8, gl.num_warps())
+    narrow = gl.convert_layout(acc.to(out.dtype.element_ty), own)
+    n = column + gl.arange(0, TILE, layout=gl.SliceLayout(1, own))
+    m = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, own))
+    at = out + m.to(gl.int64)[None, :] * columns + n[:, None]
+    gl.store(at, narrow, mask=(n < columns)[:, None] & (m < num_rows)[None, :])
 
 
 @gluon.jit
@@ -479,6 +515,32 @@ def _arguments(x: Tensor, weight: CodedWeight, bias: Tensor | None, ring: CodeRi
     }  # fmt: skip
 
 
+def _num_parts(rows: int, weight: CodedWeight, ring: CodeRing, processors: int) -> int:
+    """Parts of K: as many as there are multiprocessors for the tiles."""
+    tiles, buffers = -(-weight.rows // ring.tile) * _row_tiles(rows), weight.width // (DEPTH.value * ring.pieces)
+    return max(1, min(processors * ring.programs // tiles, buffers // 2, _MOST_PARTS))
+
+
+def is_whole(rows: int, weight: CodedWeight, processors: int) -> bool:
+    """Whether K need not be split, as with a matrix of the output."""
+    return _num_parts(rows, weight, ring_of(rows, weight.width), processors) == 1
+
+
+def linear(
+    x: Tensor, weight: CodedWeight, bias: Tensor | None, *, early: bool = False, ring: CodeRing | None = None
+) -> Tensor:
+    """In one kernel, where K need not be split."""
+    rows, columns = x.shape[0], weight.rows
+    ring = ring or ring_of(rows, weight.width)
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    _whole_kernel[(_row_tiles(rows), -(-columns // ring.tile))](
+        _describe_codes(weight, ring.tile), _describe_rows(x, _padded(rows)), _describe_scales(weight, ring.tile),
+        bias, out, rows, columns, weight.width // (DEPTH.value * ring.pieces), weight.group // DEPTH.value,
+        **_arguments(x, weight, bias, ring, early),
+    )  # fmt: skip
+    return out
+
+
 def linear_parts(
     x: Tensor, weight: CodedWeight, bias: Tensor | None, *, processors: int, early: bool = False,
     ring: CodeRing | None = None, parts: int = 0,
@@ -486,10 +548,9 @@ def linear_parts(
     rows, columns = x.shape[0], weight.rows
     ring = ring or ring_of(rows, weight.width)
     buffers, tiles = weight.width // (DEPTH.value * ring.pieces), -(-columns // ring.tile)
-    row_tiles = _row_tiles(rows)
-    parts = parts or max(1, min(processors * ring.programs // (tiles * row_tiles), buffers // 2, _MOST_PARTS))
+    parts = parts or _num_parts(rows, weight, ring, processors)
     sums = torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
-    _parts_kernel[(row_tiles, tiles * parts)](
+    _parts_kernel[(_row_tiles(rows), tiles * parts)](
         _describe_codes(weight, ring.tile), _describe_rows(x, _padded(rows)), _describe_scales(weight, ring.tile),
         bias, sums, rows, columns, buffers, parts, weight.group // DEPTH.value,
         **_arguments(x, weight, bias, ring, early),

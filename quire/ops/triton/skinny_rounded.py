@@ -1,9 +1,10 @@
-"""Matmuls of some rows of 8 bits with a matrix of fp8 codes on Hopper: skinny.py for codes on both sides.
+"""Matmuls of some rows of 8 bits with a matrix of such codes on Hopper: skinny.py for codes on both sides.
 
 Both operands of `wgmma` are codes in shared memory, so nothing is widened: the matrix is the M operand, in tiles of 64
 or 128 of its rows, and all rows of inputs are the N operand. A program has a tile and a split of K, which come by TMA
-through a ring of buffers; while one buffer is multiplied, the one before it is filled again. Scales, of a row on either
-side, multiply the float32 sums. Splits of K are added up by the consumer (ops/parts.py).
+through a ring of buffers; while one buffer is multiplied, the one before it is filled again. Sums are float32 of fp8
+codes, and whole numbers of int8 ones; scales, of a row on either side, multiply them. Splits of K are added up by the
+consumer (ops/parts.py); a matrix with tiles enough for all multiprocessors, as that of the output, has no splits.
 
 Floor: the bytes of the codes at 4.3 TB/s, or 2 T N K operations at 1,400 TFLOP/s. 24576 x 4096: 101 MB, 23 us; with 256
 rows 37 us. Needs: K a multiple of 128, a scale for each row of the matrix.
@@ -26,10 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.coded import CodedWeight, is_simple
+from quire.ops.coded import CodedWeight
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows
 from quire.ops.triton.descriptors import describe, load_tile
+from quire.ops.triton.skinny_coded import stored_layout
 
 DEPTH = gl.constexpr(128)  # entries of K that are multiplied at once: what a row of a swizzled tile holds
 _MOST_PARTS = 8
@@ -127,8 +129,8 @@ def _begin(
 
 
 @gluon.jit
-def _zeros(HEIGHT: gl.constexpr, ROWS: gl.constexpr):
-    return gl.zeros([HEIGHT or 64, ROWS or 64], gl.float32, layout=_layout(HEIGHT or 64, ROWS or 64, gl.num_warps()))
+def _zeros(HEIGHT: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
+    return gl.zeros([HEIGHT or 64, ROWS or 64], SUMS, layout=_layout(HEIGHT or 64, ROWS or 64, gl.num_warps()))
 
 
 @gluon.jit
@@ -156,7 +158,9 @@ def _product(
     inputs that follow, if there are any."""
     BYTES: gl.constexpr = PIECES * (TILE + ADDED + ROWS + BESIDE) * DEPTH
     MATMULS: gl.constexpr = PIECES * (2 if ADDED else 1) * (2 if BESIDE else 1)  # of a turn
-    acc, more, wide, corner = _zeros(TILE, ROWS), _zeros(ADDED, ROWS), _zeros(TILE, BESIDE), _zeros(ADDED, BESIDE)
+    SUMS: gl.constexpr = gl.int32 if matrix.dtype == gl.int8 else gl.float32
+    acc, more = _zeros(TILE, ROWS, SUMS), _zeros(ADDED, ROWS, SUMS)
+    wide, corner = _zeros(TILE, BESIDE, SUMS), _zeros(ADDED, BESIDE, SUMS)
     turns = end - begin
     gl.assume(turns > 0)  # without a way around the loop the assembler lets matmuls overlap
     for turn in range(0, turns):
@@ -215,24 +219,17 @@ def _all_scales(
     return first, second, third, fourth
 
 
-@gluon.constexpr_function
-def _stored(columns: int, entries: int, warps: int) -> gl.BlockedLayout:
-    """Of results that are stored in pieces of so many neighbouring columns."""
-    lanes = min(32, columns // entries)
-    return gl.BlockedLayout([entries, 1], [lanes, 32 // lanes], [1, warps], [0, 1])
-
-
 @gluon.jit
 def _store_part(
     acc, scale, row_scale, bias, sums, first, column, part, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
     """acc times the scales of both sides, to sums [parts, num_rows, columns], in pieces of 16 bytes."""
     ENTRIES: gl.constexpr = 128 // sums.dtype.element_ty.primitive_bitwidth
-    own: gl.constexpr = _stored(acc.shape[0], ENTRIES, gl.num_warps())
+    own: gl.constexpr = stored_layout(acc.shape[0], ENTRIES, gl.num_warps())
     m = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, own))
     by = gl.load(row_scale + m, mask=m < num_rows, other=0.0)[None, :]
     n = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, own))
-    wide = gl.convert_layout(acc * scale[:, None], own) * by
+    wide = gl.convert_layout(acc.to(gl.float32) * scale[:, None], own) * by
     if BIAS:
         wide += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
     at = sums + (part * num_rows + m).to(gl.int64)[None, :] * columns + n[:, None]
@@ -287,13 +284,13 @@ def _store_silu(
     acc, scale, row_scale, bias, out, first, column, num_rows, columns, BIAS: gl.constexpr
 ):  # fmt: skip
     """acc holds gates, then ups, without scales: out [num_rows, columns] = silu(gate) * up, in pieces of 16 bytes."""
-    acc *= scale[:, None]
+    acc = acc.to(gl.float32) * scale[:, None]
     HALF: gl.constexpr = acc.shape[0] // 2
     LANES: gl.constexpr = HALF // 8  # along a row of the result
     WARPS: gl.constexpr = gl.num_warps()
     kind: gl.constexpr = out.dtype.element_ty
     pairs: gl.constexpr = gl.BlockedLayout([8, 1, 2], [LANES, 32 // LANES, 1], [1, WARPS, 1], [2, 0, 1])
-    own: gl.constexpr = _stored(HALF, 8, WARPS)
+    own: gl.constexpr = stored_layout(HALF, 8, WARPS)
     both = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, acc.shape[1]]), [1, 2, 0]), pairs)
     gate, up = gl.split(both)  # of one column in one thread
     gate, up = gl.convert_layout(gate, own), gl.convert_layout(up, own)
@@ -342,7 +339,10 @@ def _silu_kernel(
 def fits_weight(weight: CodedWeight) -> bool:
     """Whether the kernels read codes of this form."""
     return (
-        is_simple(weight)
+        weight.kind in ("fp8", "int8")
+        and weight.group == weight.width
+        and weight.zero is None
+        and not weight.is_blocked
         and weight.width % DEPTH.value == 0
         and weight.scale.dtype is torch.float32
         and weight.codes.is_contiguous()
@@ -385,22 +385,26 @@ _GATED = {
     192: [RoundedRing(192, 192, 1, 4, 1), RoundedRing(64, 128, 1, 3, 3)],
     256: [RoundedRing(192, 256, 1, 4, 1), RoundedRing(64, 128, 1, 3, 3)],
 }
+_WHOLE = _GATED  # of matrices with tiles for all multiprocessors several times over, such as that of the output
 _ODD = RoundedRing(64, 64, 1, 4, 3)  # of a K that is no multiple of two pieces
 _EVEN = 0.7
 
 
-def ring_of(rows: int, columns: int, width: int, processors: int, *, gated: bool = False) -> RoundedRing:
+def ring_of(
+    rows: int, columns: int, width: int, processors: int, *, gated: bool = False, whole: bool = False
+) -> RoundedRing:
+    """`gated` or `whole`: K is not split."""
     most = next((most for most in _RINGS if rows <= most), 256)
-    rings = (_GATED if gated else _SHORT_RINGS if width <= _SHORT else _RINGS)[most]
+    rings = (_GATED if gated else _WHOLE if whole else _SHORT_RINGS if width <= _SHORT else _RINGS)[most]
     rings = [ring for ring in rings if width % (ring.pieces * DEPTH.value) == 0] or [_ODD]
-    busy = [_busy(ring, rows, columns, width, processors, gated=gated) for ring in rings]
+    busy = [_busy(ring, rows, columns, width, processors, split=not (gated or whole)) for ring in rings]
     return next((ring for ring, share in zip(rings, busy, strict=True) if share >= _EVEN), rings[busy.index(max(busy))])
 
 
-def _busy(ring: RoundedRing, rows: int, columns: int, width: int, processors: int, *, gated: bool) -> float:
+def _busy(ring: RoundedRing, rows: int, columns: int, width: int, processors: int, *, split: bool) -> float:
     """The share of the multiprocessors' time that programs fill."""
     programs = -(-rows // ring.rows) * -(-columns // ring.tile)
-    if not gated:
+    if split:
         programs *= _splits(ring, rows, columns, width, processors)
     return programs / (processors * -(-programs // processors))
 
@@ -411,25 +415,40 @@ def _splits(ring: RoundedRing, rows: int, columns: int, width: int, processors: 
     return max(1, min(processors * ring.programs // tiles, buffers // 2, _MOST_PARTS))
 
 
+class _Sides(NamedTuple):
+    """Of a ring's tile, two of each side, whose sizes are powers of two."""
+
+    tile: int
+    added: int
+    rows: int
+    beside: int
+
+    @classmethod
+    def of(cls, ring: RoundedRing, dtype: torch.dtype) -> _Sides:
+        """192 is 128 and 64. Of whole numbers the compiler multiplies no more than 224 rows at once."""
+        rows = (128, 128) if ring.rows == 256 and dtype is torch.int8 else _parts_of(ring.rows)
+        return cls(*_parts_of(ring.tile), *rows)
+
+
 def _parts_of(size: int) -> tuple[int, int]:
-    """Of a tile's side, which are powers of two: 192 is 128 and 64."""
     return (128, 64) if size == 192 else (size, 0)
 
 
-def _arguments(bias: Tensor | None, ring: RoundedRing, early: bool) -> dict[str, object]:
-    (tile, added), (rows, beside) = _parts_of(ring.tile), _parts_of(ring.rows)
+def _arguments(bias: Tensor | None, ring: RoundedRing, dtype: torch.dtype, early: bool) -> dict[str, object]:
+    """`dtype`: of the codes."""
+    sides = _Sides.of(ring, dtype)
     return {
-        "TILE": tile, "ADDED": added, "ROWS": rows, "BESIDE": beside, "PIECES": ring.pieces, "BUFFERS": ring.buffers,
-        "BIAS": bias is not None, "EARLY": early, "num_warps": tile // 16,
+        "TILE": sides.tile, "ADDED": sides.added, "ROWS": sides.rows, "BESIDE": sides.beside, "PIECES": ring.pieces,
+        "BUFFERS": ring.buffers, "BIAS": bias is not None, "EARLY": early, "num_warps": sides.tile // 16,
         **({"launch_pdl": True} if early else {}),
     }  # fmt: skip
 
 
 def _described(x: RoundedRows, weight: CodedWeight, ring: RoundedRing, share: int) -> tuple[TensorDescriptor, ...]:
     """The matrix, once for each height of tiles, of which a load has one part of `share`; likewise the inputs."""
-    (tile, added), (rows, beside), depth = _parts_of(ring.tile), _parts_of(ring.rows), DEPTH.value
-    matrices = [describe(weight.codes, (height // share, depth)) for height in (tile, added or tile)]
-    return *matrices, *(describe(x.codes, (height, depth)) for height in (rows, beside or rows))
+    sides, depth = _Sides.of(ring, weight.codes.dtype), DEPTH.value
+    matrices = [describe(weight.codes, (height // share, depth)) for height in (sides.tile, sides.added or sides.tile)]
+    return *matrices, *(describe(x.codes, (height, depth)) for height in (sides.rows, sides.beside or sides.rows))
 
 
 def linear_parts(
@@ -445,9 +464,31 @@ def linear_parts(
     sums = torch.empty((parts, rows, columns), dtype=kind, device=x.codes.device)
     _parts_kernel[(row_tiles, tiles * parts)](
         *_described(x, weight, ring, 1), weight.scale, x.scale, bias, sums, rows, columns, buffers, parts,
-        **_arguments(bias, ring, early),
+        **_arguments(bias, ring, x.codes.dtype, early),
     )  # fmt: skip
     return PartialSums(sums, x.dtype)
+
+
+def takes_whole(x: Tensor, weight: CodedWeight, processors: int) -> bool:
+    """Whether rows of these numbers may be rounded for `linear`, which does not split K: where the matrix has tiles for
+    all multiprocessors, as that of the output has."""
+    rows = len(x)
+    if not (weight.rounds and rows and x.dtype.itemsize == 2 and x.stride(1) == 1 and fits_weight(weight)):
+        return False
+    if rows > MOST_ROWS and weight.kind == "fp8":  # which the library multiplies
+        return False
+    ring = ring_of(rows, weight.rows, weight.width, processors, whole=True)
+    return _splits(ring, rows, weight.rows, weight.width, processors) == 1
+
+
+def linear(
+    x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, processors: int, early: bool = False,
+    ring: RoundedRing | None = None,
+) -> Tensor:  # fmt: skip
+    """In one kernel, where K need not be split."""
+    ring = ring or ring_of(len(x.codes), weight.rows, weight.width, processors, whole=True)
+    made = linear_parts(x, weight, bias, processors=processors, early=early, ring=ring, parts=1, kind=x.dtype)
+    return made.sums[0]
 
 
 def linear_silu(
@@ -461,6 +502,6 @@ def linear_silu(
     buffers = weight.width // (DEPTH.value * ring.pieces)
     _silu_kernel[(-(-rows // ring.rows), -(-columns // (ring.tile // 2)))](
         *_described(x, weight, ring, 2), weight.scale, x.scale, bias, out, rows, columns, buffers,
-        **_arguments(bias, ring, early),
+        **_arguments(bias, ring, x.codes.dtype, early),
     )  # fmt: skip
     return out

@@ -216,7 +216,7 @@ def test_output_matrices_on_a_cpu_are_always_rounded(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"linear": {"weight": None}}, "has 'linear'; the only key that is built is 'lm_head'"),
-        ({"lm_head": "int4"}, "has 'lm_head': 'int4'; it may be 'int8', or None"),
+        ({"lm_head": "int4"}, "has 'lm_head': 'int4'; it may be 'int8' or 'fp8', or None"),
         ({"lm_head": ["int8"]}, "has 'lm_head': "),
         ({7: "int8"}, "has 7; the only key"),
     ],

@@ -40,6 +40,8 @@ def test_weights_in_another_form_have_a_list_of_their_own(tmp_path: Path) -> Non
     config = EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu").create_engine_config()
     forms = [("plain", None), ("fp8", "fp8"), ("int8", "int8_wo"), ("int4", "int4_wo"), ("int4", "bitsandbytes")]
     each = [replace(config, **{"model_config.weight_form": form, "model_config.quantization": q}) for form, q in forms]
+    heads = [{"model_config.weight_form": "fp8", "model_config.head_form": head} for head in ("int8", "fp8")]
+    each += [replace(config, **{"model_config.quantization": "fp8"}, **head) for head in heads]
     each += [
         replace(config, **{"load_config.load_format": "gguf", "model_config.path": f"{name}.gguf"}) for name in "ab"
     ]
