@@ -22,13 +22,20 @@ __version__ = "0.13.0+quire"  # the documented interface; quire.__version__ is t
 __version_tuple__ = (0, 13, 0, "quire")
 _NAMES = names()
 _PACKAGES = {path.rsplit(".", depth)[0] for path in (*_NAMES, *MISSING) for depth in range(1, path.count(".") + 1)}
+_WITHOUT_SOME = {path.partition(":")[0] for path in MISSING}
 
 
 def _why_missing(path: str) -> str | None:
-    """Why a documented module is not here, if it is one of those."""
+    """Why a documented module, or a name in one, is not here, if it is one of those."""
+    module, _, name = path.rpartition(".")
     parts = path.split(".")
-    keys = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    keys = (f"{module}:{name}", *(".".join(parts[:n]) for n in range(len(parts), 0, -1)))
     return next((MISSING[key] for key in keys if key in MISSING), None)
+
+
+def _is_package(path: str) -> bool:
+    """`from vllm.x import y` asks the finder for vllm.x.y before it fails, which says why: of a package only."""
+    return path in _PACKAGES or ((path in _WITHOUT_SOME or _why_missing(path) is not None) and path not in COMMANDS)
 
 
 def _look_up(module: str, name: str) -> Any:
@@ -38,12 +45,10 @@ def _look_up(module: str, name: str) -> Any:
         return load("vllm.shims:read_variable")(name)
     if target := _NAMES.get(module, {}).get(name):
         return load(target)
-    if reason := MISSING.get(f"{module}:{name}"):
-        raise ImportError(f"Quire has no {module}.{name}: {reason}", name=module)
     if (below := f"{module}.{name}") in _NAMES or below in _PACKAGES:
         return importlib.import_module(below)
-    if (reason := MISSING.get(module)) and not name.startswith("__"):
-        raise ImportError(f"Quire has no {module}.{name}: {reason}", name=module)
+    if (reason := _why_missing(f"{module}.{name}")) and not name.startswith("__"):
+        raise AttributeError(f"Quire has no {module}.{name}: {reason}")
     raise AttributeError(f"module {module!r} has no attribute {name!r} (answered by Quire)")
 
 
@@ -56,10 +61,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not fullname.startswith("vllm."):
             return None
         if fullname in _NAMES or fullname in _PACKAGES:
-            package = fullname in _PACKAGES or fullname in MISSING
-            return importlib.util.spec_from_loader(fullname, self, is_package=package)
-        if reason := _why_missing(fullname):
-            raise ModuleNotFoundError(f"Quire has no {fullname}: {reason}", name=fullname)
+            return importlib.util.spec_from_loader(fullname, self, is_package=_is_package(fullname))
+        if reason := _why_missing(fullname):  # named after its parent, or `from` would drop what it says
+            raise ModuleNotFoundError(f"Quire has no {fullname}: {reason}", name=fullname.rpartition(".")[0])
         return None
 
     def get_code(self, fullname: str) -> CodeType | None:

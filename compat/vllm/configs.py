@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import fields
@@ -26,6 +27,15 @@ _BY_SUFFIX = (
     ("RewardModel", ("pooling", "embed")),
     ("Model", ("pooling", "embed")),
 )
+
+
+class OptimizationLevel(enum.IntEnum):
+    """What -O0 to -O3 are called."""
+
+    O0 = 0
+    O1 = 1
+    O2 = 2
+    O3 = 3
 
 
 class SupportsMetricsInfo(Protocol):
@@ -63,6 +73,14 @@ def is_init_field(cls: ConfigType, name: str) -> bool:
 def get_attr_docs(cls: type[Any]) -> dict[str, str]:
     """Field -> what it is for."""
     return {name: declared.option.doc for name, declared in declarations(cls).items()}
+
+
+def get_kwargs(cls: type[Any]) -> dict[str, dict[str, Any]]:
+    """Field -> what add_argument of an argparse parser is called with for its flag."""
+    flat, arguments_for = load("quire.config.table:Flat"), load("quire.config.flags:arguments_for")
+    return {
+        name: arguments_for(flat(name, (name,), cls.__name__, declared)) for name, declared in declarations(cls).items()
+    }
 
 
 def str_dtype_to_torch_dtype(type: str) -> Any:

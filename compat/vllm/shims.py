@@ -163,6 +163,15 @@ def read_variable(name: str) -> Any:
     raise AttributeError(f"Quire reads no environment variable {name!r}")
 
 
+def is_set(name: str) -> bool:
+    """Whether the environment says anything of vllm.envs.VLLM_X."""
+    return env.text(name) is not None
+
+
+def enable_envs_cache() -> None:
+    """Quire reads a variable where it is used, and processes are given theirs at their start."""
+
+
 def make_arg_parser(parser: Any) -> Any:
     """The options of `serve`, in the caller's own parser."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A folder, a .gguf file, or a hub id.")
@@ -174,3 +183,8 @@ def make_arg_parser(parser: Any) -> Any:
 def validate_parsed_serve_args(args: Any) -> None:
     """What can be wrong before a model is loaded, is found here."""
     load("quire.cli.serve:options_of")(args)
+
+
+def collect_env() -> None:
+    """Prints what `vllm collect-env` prints."""
+    load("quire.cli.main:main")(["collect-env"])

@@ -19,14 +19,16 @@ SAME: tuple[tuple[str, str, str], ...] = (
      " DeviceConfig ECTransferConfig EPLBConfig KVEventsConfig KVTransferConfig LoRAConfig LoadConfig ModelConfig"
      " MultiModalConfig ObservabilityConfig ParallelConfig PassConfig PoolerConfig ProfilerConfig SchedulerConfig"
      " SpeculativeConfig SpeechToTextConfig StructuredOutputsConfig"),
-    ("vllm.config", "vllm.configs", "ConfigType SupportsMetricsInfo get_attr_docs get_cached_compilation_config"
-     " get_current_vllm_config is_init_field iter_architecture_defaults set_current_vllm_config"
-     " str_dtype_to_torch_dtype try_match_architecture_defaults update_config"),
-    ("vllm.config", "quire.config", "KernelConfig MambaConfig OffloadConfig ReasoningConfig WeightTransferConfig"),
+    ("vllm.config", "vllm.configs", "ConfigType OptimizationLevel SupportsMetricsInfo get_attr_docs"
+     " get_cached_compilation_config get_current_vllm_config is_init_field iter_architecture_defaults"
+     " set_current_vllm_config str_dtype_to_torch_dtype try_match_architecture_defaults update_config"),
+    ("vllm.config", "quire.config", "DiffusionConfig KernelConfig MambaConfig OffloadConfig PrefetchOffloadConfig"
+     " ReasoningConfig UVAOffloadConfig WeightTransferConfig"),
     ("vllm.config.attention", "quire.config", "AttentionConfig"),
     ("vllm.config.cache", "quire.config", "CacheConfig"),
     ("vllm.config.compilation", "quire.config", "CUDAGraphMode CompilationConfig CompilationMode PassConfig"),
     ("vllm.config.device", "quire.config", "DeviceConfig"),
+    ("vllm.config.diffusion", "quire.config", "DiffusionConfig"),
     ("vllm.config.ec_transfer", "quire.config", "ECTransferConfig"),
     ("vllm.config.kernel", "quire.config", "KernelConfig"),
     ("vllm.config.kv_events", "quire.config", "KVEventsConfig"),
@@ -39,7 +41,7 @@ SAME: tuple[tuple[str, str, str], ...] = (
      " try_match_architecture_defaults"),
     ("vllm.config.multimodal", "quire.config", "MultiModalConfig"),
     ("vllm.config.observability", "quire.config", "ObservabilityConfig"),
-    ("vllm.config.offload", "quire.config", "OffloadConfig"),
+    ("vllm.config.offload", "quire.config", "OffloadConfig PrefetchOffloadConfig UVAOffloadConfig"),
     ("vllm.config.parallel", "quire.config", "EPLBConfig ParallelConfig"),
     ("vllm.config.pooler", "quire.config", "PoolerConfig"),
     ("vllm.config.profiler", "quire.config", "ProfilerConfig"),
@@ -49,7 +51,7 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.config.speech_to_text", "quire.config", "SpeechToTextConfig"),
     ("vllm.config.structured_outputs", "quire.config", "StructuredOutputsConfig"),
     ("vllm.config.utils", "vllm.configs", "ConfigType SupportsMetricsInfo get_attr_docs is_init_field update_config"),
-    ("vllm.config.vllm", "vllm.configs", "get_cached_compilation_config get_current_vllm_config"
+    ("vllm.config.vllm", "vllm.configs", "OptimizationLevel get_cached_compilation_config get_current_vllm_config"
      " set_current_vllm_config"),
     ("vllm.config.weight_transfer", "quire.config", "WeightTransferConfig"),
     ("vllm.assets.audio", "vllm.refused", "AudioAsset"),
@@ -57,6 +59,14 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.assets.video", "vllm.refused", "VideoAsset"),
     ("vllm.benchmarks.datasets", "vllm.shims", "SampleRequest get_samples"),
     ("vllm.distributed", "vllm.shims", "destroy_distributed_environment destroy_model_parallel"),
+    *((module, "vllm.ranks", "get_dp_group get_ep_group get_pp_group get_tensor_model_parallel_rank"
+       " get_tensor_model_parallel_world_size get_tp_group get_world_group is_global_first_rank"
+       " model_parallel_is_initialized")
+      for module in ("vllm.distributed", "vllm.distributed.parallel_state")),
+    ("vllm.distributed.kv_events", "quire.observe.kv_events", "EventBatch"),
+    ("vllm.distributed.kv_events", "quire.sched.events", "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent"
+     " MEDIUM_GPU"),
+    ("vllm.distributed.kv_events", "vllm.events", "ExternalBlockHash KVEventBatch"),
     ("vllm.distributed.parallel_state", "vllm.shims", "cleanup_dist_env_and_memory destroy_distributed_environment"
      " destroy_model_parallel"),
     ("vllm.distributed.weight_transfer.base", "vllm.refused", "WeightTransferUpdateRequest"),
@@ -87,6 +97,11 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.v1.sample.logits_processor.interface", "quire.sampling.processors", "BatchUpdate LogitsProcessor"
      " MoveDirectionality"),
     ("vllm.engine.arg_utils", "quire.config", "EngineArgs AsyncEngineArgs"),
+    ("vllm.engine.arg_utils", "quire.config.flags", "human_readable_int human_readable_int_or_auto optional_type"
+     " union_dict_and_str"),
+    ("vllm.engine.arg_utils", "vllm.configs", "get_kwargs"),
+    ("vllm.envs", "vllm.shims", "enable_envs_cache is_set"),
+    *((module, "quire.config", "replace") for module in ("vllm.config", "vllm.config.utils")),
     ("vllm.engine.llm_engine", "quire.llm.engine", "LLMEngine"),
     ("vllm.entrypoints.cli.main", "quire.cli.main", "main"),
     ("vllm.entrypoints.llm", "quire.llm.offline", "LLM"),
@@ -205,6 +220,9 @@ OTHER: dict[str, str] = {
     "vllm.entrypoints.openai.protocol:ChatCompletionResponse": "quire.server.openai.chat_protocol:ChatResponse",
     "vllm.entrypoints.openai.protocol:ChatCompletionRequest": "quire.server.openai.chat_protocol:ChatRequest",
     "vllm.logger:init_logger": "vllm.shims:init_logger",
+    "vllm.collect_env:main": "vllm.shims:collect_env",
+    "vllm.sampling_params:_MAX_TEMP": "quire.schema.params:MIN_TEMPERATURE",
+    "vllm.sampling_params:_SAMPLING_EPS": "quire.schema.params:SAMPLING_EPS",
     "vllm.platforms:current_platform": "vllm.shims:current_platform",
     "vllm.scripts:main": "quire.cli.main:main",
     "vllm.utils.network_utils:get_ip": "quire.base.net:host_ip",
@@ -213,25 +231,54 @@ OTHER: dict[str, str] = {
     "vllm.utils:get_open_port": "quire.base.net:free_port",
 }
 
-# Documented names that Quire does not have, and why. A module name covers all below it.
+_RANKS = "these are the insides of vLLM's ranks; docs/features/parallel.md describes Quire's"
+_NO_KV_TRANSFER = "this version neither sends nor receives KV"
+_NO_WEIGHT_TRANSFER = "weights are read at start-up only"
+
+# Documented names that Quire does not have, and why. A module name covers all below it. What says that a feature does
+# not exist has the words of quire/config/unavailable.txt, so that it goes when the feature comes.
 MISSING: dict[str, str] = {
-    "vllm:initialize_ray_cluster": "Ray is not built yet",
+    "vllm:initialize_ray_cluster": "an engine finds or starts the cluster itself (distributed_executor_backend='ray')",
+    "vllm.attention": "these are the insides of vLLM's attention, and Quire has its own",
     "vllm.assets": "these media are vLLM's own, which Quire does not fetch",
+    "vllm.compilation": "no model is compiled: kernels are handwritten",
     "vllm.config:get_layers_from_vllm_config": "these are the insides of vLLM's models",
+    "vllm.config:DynamicShapesConfig": "no model is compiled: kernels are handwritten",
+    "vllm.config:SpeechToTextParams": "these are the insides of vLLM's transcription, and Quire has its own",
     "vllm.benchmarks": "these are the insides of vLLM's load generator; `vllm bench` starts Quire's",
-    "vllm.distributed.device_communicators": "several devices are not built yet",
-    "vllm.distributed.kv_events": "the publisher of KV events is not built yet",
-    "vllm.distributed.kv_transfer": "KV connectors are not built yet",
-    "vllm.distributed.parallel_state": "several devices are not built yet",
-    "vllm.distributed.utils": "several devices are not built yet",
-    "vllm.entrypoints.api_server": "this server without the OpenAI API is not built; `vllm serve` is",
+    "vllm.connections": "these are the insides of vLLM's HTTP client; Quire fetches media itself",
+    "vllm.device_allocator": "this version has no sleep mode",
+    "vllm.distributed": _RANKS,
+    "vllm.distributed.kv_events": "these are the insides of vLLM's publisher of KV events, and Quire has its own",
+    "vllm.distributed.kv_transfer": _NO_KV_TRANSFER,
+    "vllm.distributed.weight_transfer": _NO_WEIGHT_TRANSFER,
+    "vllm.engine.arg_utils": "these are the insides of vLLM's flags, and Quire has its own",
+    "vllm.entrypoints": "these are the insides of vLLM's programs; the command is Quire's",
+    "vllm.entrypoints.api_server": "Quire has no server without the OpenAI API; `vllm serve` starts the one with it",
     "vllm.entrypoints.openai": "these are the insides of vLLM's HTTP server; `vllm serve` starts Quire's",
-    "vllm.sequence:IntermediateTensors": "several devices are not built yet",
-    "vllm.forward_context": "KV connectors are not built yet",
+    "vllm.env_override": "these are changes that vLLM makes to torch",
+    "vllm.inputs.parse": "these are the insides of vLLM's prompts, and Quire has its own",
+    "vllm.inputs.preprocess": "these are the insides of vLLM's prompts, and Quire has its own",
+    "vllm.logger": "these are the insides of vLLM's log, and Quire has its own",
+    "vllm.logging_utils": "these are the insides of vLLM's log, and Quire has its own",
+    "vllm.sequence:IntermediateTensors": "these are the insides of vLLM's pipeline stages, and Quire has its own",
+    "vllm.forward_context": "these are the insides of vLLM's models and connectors",
     "vllm.lora": "these are the insides of vLLM's adapters, and Quire has its own",
     "vllm.model_executor": "these are vLLM's own models and loaders",
     "vllm.multimodal": "these are the insides of vLLM's media processing, and Quire has its own",
-    "vllm.v1.metrics.ray_wrappers": "Ray is not built yet",
+    "vllm.platforms": "these are vLLM's devices; current_platform tells Quire's",
+    "vllm.plugins": "these are the insides of vLLM's plug-ins; docs/plugins.md describes Quire's",
+    "vllm.profiler": "these are the insides of vLLM's profiler, and Quire has its own",
+    "vllm.ray": "an engine finds or starts the cluster itself (distributed_executor_backend='ray')",
+    "vllm.scalar_type": "these are the types of vLLM's kernels",
+    "vllm.tokenizers": "these are the insides of vLLM's tokenizers, and Quire has its own",
+    "vllm.tool_parsers.utils": "these are the insides of vLLM's parsers, and Quire has its own",
+    "vllm.transformers_utils": "these are the insides of vLLM's configurations, and Quire has its own",
+    "vllm.triton_utils": "these are the insides of vLLM's kernels",
+    "vllm.usage": "Quire reports no usage",
+    "vllm.utils": "these are helpers of vLLM's own",
+    "vllm.v1": "these are the insides of vLLM's engine, and Quire has its own",
+    "vllm.v1.metrics.ray_wrappers": "Ray gets no metrics from an engine; /metrics and get_metrics() have them",
     "vllm.v1.core": "these are the insides of vLLM's scheduler",
     "vllm.v1.request": "these are the insides of vLLM's scheduler",
 }
@@ -242,6 +289,7 @@ COMMANDS = {
     "vllm.benchmarks.latency": ("bench", "latency"),
     "vllm.benchmarks.serve": ("bench", "serve"),
     "vllm.benchmarks.throughput": ("bench", "throughput"),
+    "vllm.collect_env": ("collect-env",),
     "vllm.entrypoints.cli.main": (),
     "vllm.entrypoints.openai.api_server": ("serve",),
     "vllm.entrypoints.openai.run_batch": ("run-batch",),

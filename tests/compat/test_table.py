@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import vllm
 from vllm import table
 
 import quire.config
-from quire.config import EngineArgs
+from quire.config import EngineArgs, unavailable
 from quire.schema.errors import NotBuiltError
 from quire.schema.outputs import RequestOutput
 from quire.schema.params import SamplingParams
@@ -41,8 +44,36 @@ def test_star_and_nested_imports() -> None:
 @pytest.mark.parametrize("entry", sorted(table.MISSING))
 def test_missing_names_say_why(entry: str) -> None:
     module, _, name = entry.partition(":")
-    with pytest.raises(ImportError, match=rf"Quire has no {module}.*: {table.MISSING[entry]}"):
+    with pytest.raises(ImportError, match=rf"Quire has no {module}.*: {re.escape(table.MISSING[entry])}"):
         exec(f"from {module} import {name}" if name else f"import {module}.something")
+
+
+def test_a_reason_denies_only_what_is_not_built() -> None:
+    """A feature that does not exist is denied in the words of unavailable.txt, whose rows go when the feature comes."""
+    denies = re.compile(r"\b(yet|not built|not in this version|this version|start-up only)\b")
+    absent = {why for why in table.MISSING.values() if denies.search(why)}
+    assert absent <= set(unavailable._read()[1].values())
+
+
+def test_what_is_missing_can_be_looked_for() -> None:
+    """hasattr says no, as of any module; an import says why, also of one name of a module that has others."""
+    assert not hasattr(vllm, "initialize_ray_cluster") and not hasattr(vllm.utils, "no_such_helper")
+    for line, why in (
+        ("from vllm.utils import no_such_helper", "helpers of vLLM's own"),
+        ("from vllm.sequence import IntermediateTensors", "vLLM's pipeline stages"),
+        ("from vllm.entrypoints.openai.protocol import Nope", "vLLM's HTTP server"),
+        ("import vllm.attention.layer", "vLLM's attention"),
+    ):
+        with pytest.raises(ImportError, match=rf"Quire has no vllm\..*: .*{why}"):
+            exec(line)
+
+
+def test_below_a_module_without_names_the_reason_is_given_too() -> None:
+    for module in ("model_loader.utils", "models.llama"):
+        with pytest.raises(ModuleNotFoundError, match=f"no vllm.model_executor.{module}: these are vLLM's own models"):
+            importlib.import_module(f"vllm.model_executor.{module}")
+    with pytest.raises(ModuleNotFoundError, match=r"no vllm\.distributed\.device_communicators: these are the ins"):
+        importlib.import_module("vllm.distributed.device_communicators.pynccl")
 
 
 def test_unknown_names_are_plain_errors() -> None:
@@ -82,9 +113,28 @@ def test_import_vllm_is_light() -> None:
 
 
 def test_modules_that_are_started() -> None:
-    for module, word in (("vllm.entrypoints.openai.api_server", "serve"), ("vllm.entrypoints.openai.run_batch", "-i")):
+    started = (
+        ("vllm.entrypoints.openai.api_server", "serve"), ("vllm.entrypoints.openai.run_batch", "-i"),
+        ("vllm.collect_env", "collect-env"), ("quire", "collect-env"),
+    )  # fmt: skip
+    for module, word in started:
         done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and word in done.stdout, done.stderr
+        assert "__main__" not in done.stdout
+
+
+def test_collect_env_prints_what_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm import collect_env
+
+    from quire.cli.main import main as command
+
+    collect_env.main()
+    printed = capsys.readouterr().out
+    command(["collect-env"])
+    shown = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in printed.splitlines()] == [
+        line.partition(":")[0] for line in shown.splitlines()
+    ]
 
 
 def test_interfaces_that_programs_call() -> None:
@@ -151,16 +201,69 @@ def test_groups_that_do_not_exist_are_taken_apart() -> None:
 
     destroy_model_parallel()
     destroy_distributed_environment()
-    with pytest.raises(ImportError, match="several devices"):
+    with pytest.raises(ImportError, match="insides of vLLM's ranks"):
         from vllm.distributed.parallel_state import GroupCoordinator  # noqa: F401
+
+
+def test_a_process_without_ranks_is_alone() -> None:
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.distributed.parallel_state import get_world_group, model_parallel_is_initialized
+
+    assert (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()) == (0, 1)
+    world = get_world_group()
+    assert (world.rank, world.local_rank, world.ranks, world.is_first_rank, world.is_last_rank) == (
+        0,
+        0,
+        [0],
+        True,
+        True,
+    )
+    world.barrier()
+    assert get_pp_group() == world and not model_parallel_is_initialized()
+
+
+def test_a_rank_knows_its_place_among_all_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.parallel_state import get_tp_group, get_world_group
+
+    group = SimpleNamespace(WORLD="all")
+    joined = SimpleNamespace(
+        get_rank=lambda: 1, get_world_size=lambda: 2, get_backend=lambda: "gloo", group=group, barrier=lambda of: None
+    )
+    monkeypatch.setattr("vllm.ranks._joined", lambda: joined)
+    world = get_world_group()
+    assert (world.rank, world.world_size, world.local_rank, world.is_last_rank) == (1, 2, 1, True)
+    with pytest.raises(NotBuiltError, match=r"get_tp_group: .*parallel_config"):
+        get_tp_group()
+
+
+def test_a_subscriber_reads_kv_events() -> None:
+    from vllm.distributed.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockStored, EventBatch, KVEventBatch
+
+    events = [BlockStored([b"a"], None, [1, 2], 2, None, MEDIUM_GPU, None), AllBlocksCleared()]
+    sent = msgspec.msgpack.encode(EventBatch(1.0, events, 3))
+    assert msgspec.msgpack.decode(sent, type=KVEventBatch) == KVEventBatch(1.0, events, 3)
+
+
+def test_flags_of_a_config_class() -> None:
+    import argparse
+
+    from vllm.config import CacheConfig, OffloadConfig, UVAOffloadConfig
+    from vllm.engine.arg_utils import get_kwargs
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--block-size", **get_kwargs(CacheConfig)["block_size"])
+    assert parser.parse_args(["--block-size", "32"]).block_size == 32
+    assert OffloadConfig().uva == UVAOffloadConfig()
 
 
 def test_the_config_in_force() -> None:
     from vllm.config import (
         CacheConfig,
+        OptimizationLevel,
         VllmConfig,
         get_attr_docs,
         get_current_vllm_config,
+        replace,
         set_current_vllm_config,
         update_config,
     )
@@ -171,6 +274,8 @@ def test_the_config_in_force() -> None:
     with set_current_vllm_config(mine):
         assert get_current_vllm_config() is mine
     assert get_current_vllm_config() == VllmConfig() != mine
+    assert replace(CacheConfig(), block_size=32).block_size == 32
+    assert VllmConfig(optimization_level=OptimizationLevel.O1).optimization_level == 1
     assert "block" in get_attr_docs(CacheConfig)["block_size"].lower()
 
 
@@ -206,3 +311,5 @@ def test_variables_without_effect_can_be_asked_for(monkeypatch: pytest.MonkeyPat
     envs = importlib.import_module("vllm.envs")
     assert envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn" and envs.VLLM_USE_V1 is True
     assert envs.VLLM_XLA_USE_SPMD is None
+    assert envs.is_set("VLLM_WORKER_MULTIPROC_METHOD") and not envs.is_set("VLLM_XLA_USE_SPMD")
+    envs.enable_envs_cache()
