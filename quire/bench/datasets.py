@@ -328,7 +328,7 @@ def _read_json(path: str) -> list[Any]:
         try:
             content = json.load(file)
         except (ValueError, UnicodeDecodeError) as wrong:
-            raise InputError(f"--dataset-path {path} is no JSON: {wrong}", param="dataset_path") from None
+            raise InputError(f"--dataset-path {path} is not JSON: {wrong}", param="dataset_path") from None
     if not isinstance(content, list):
         raise InputError(f"--dataset-path {path} must hold a list, got {type(content).__name__}", param="dataset_path")
     return content
@@ -342,7 +342,7 @@ def _read_lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 content = json.loads(line)
             except ValueError as wrong:
-                raise InputError(f"{path}, line {number} is no JSON: {wrong}", param="dataset_path") from None
+                raise InputError(f"{path}, line {number} is not JSON: {wrong}", param="dataset_path") from None
             if not isinstance(content, dict):
                 raise InputError(f"{path}, line {number} must be a mapping, got {line.strip()[:60]!r}")
             yield number, content

@@ -52,7 +52,7 @@ def json_mapping(text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except ValueError as wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {wrong}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {wrong}") from None
     if not isinstance(parsed, dict):
         raise argparse.ArgumentTypeError(f"{text!r} must be a JSON mapping")
     return parsed
@@ -91,7 +91,12 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, num_prompts: int = 100
     }
     for name, text in lengths.items():
         default = getattr(defaults, name)
-        add(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} (default: {default})")
+        add(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=default,
+            help=text if default is None else f"{text} (default: {default})",
+        )
     add("--random-range-ratio", type=number_or_mapping, default=0.0,
         help='lengths vary by this share both ways; or {"input": …, "output": …} (default: 0)')  # fmt: skip
     add("--skip-chat-template", action="store_true", help="send custom and sonnet prompts to /v1/completions as is")
@@ -149,8 +154,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--backend", choices=BACKENDS, default="openai", help="what speaks there (default: openai)")
     add("--base-url", default=None, help="http(s)://host:port[/prefix]; goes before --host and --port")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
+    add("--host", default="127.0.0.1", help="the server's (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="the server's (default: 8000)")
     add("--endpoint", default="/v1/completions", help="path (default: /v1/completions)")
     add("--header", type=key_value, nargs="*", default=[], metavar="KEY=VALUE", help="further headers")
     add("--insecure", action="store_true", help="do not check the server's certificate")

@@ -6,16 +6,14 @@ is off unless asked for, so that every round does the same work.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from quire.base.clock import now
 from quire.base.registry import load
 from quire.bench.report import percentile
+from quire.bench.result_file import check_place, write_json
 from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.llm.offline import LLM
 from quire.schema.errors import InputError
@@ -43,6 +41,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
         if vars(args)[name] < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {vars(args)[name]}", param=name)
+    check_place("--output-json", args.output_json)
     with LLM(**vars(EngineArgs.from_cli_args(args))) as llm:
         once = one_round(llm, args)
         if args.profile:
@@ -105,10 +104,3 @@ def tell(seconds: list[float], path: str | None) -> int:
         },
     )
     return 0
-
-
-def write_json(path: str | None, result: dict[str, Any]) -> None:
-    if path is None:
-        return
-    Path(path).write_text(json.dumps(result, indent=4) + "\n")
-    print(f"wrote {path}", file=sys.stderr)

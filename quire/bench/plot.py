@@ -88,7 +88,6 @@ def _figure(count: int, heights: tuple[int, ...]) -> tuple[Any, Any]:
 
 def _save(figure: Any, base: Path, kind: str) -> Path:
     path = base.with_name(f"{base.stem}.{kind}.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.endpoints import MeasuredResponse
-from quire.schema.errors import InputError
+from quire.schema.errors import InputError, counted
 
 WIDTH = 50
 METRICS = {
@@ -239,4 +239,8 @@ def failures(outcomes: Sequence[MeasuredResponse], most: int = 3) -> list[str]:
             counts[outcome.error] = counts.get(outcome.error, 0) + 1
     ranked = sorted(counts.items(), key=lambda item: -item[1])
     lines = [f"{number} failed: {error}" for error, number in ranked[:most]]
-    return lines + ([f"and {len(ranked) - most} other kinds of failure"] if len(ranked) > most else [])
+    return lines + (
+        ["and " + counted(len(ranked) - most, "other kind of failure", "other kinds of failure")]
+        if len(ranked) > most
+        else []
+    )

@@ -34,10 +34,11 @@ from quire.bench.endpoints import (
 from quire.bench.flags import SAMPLING, add_serve_flags, check_dataset, dataset_options
 from quire.bench.http_client import HTTPError, Pool, ServerAddress, parse_server
 from quire.bench.load import Generator, TimedRequest, allow_files, run_async
+from quire.bench.result_file import check_place, written_to
 from quire.checkpoint import embedded
 from quire.checkpoint.source import locate
 from quire.config import FlexibleArgumentParser
-from quire.schema.errors import InputError, ModelNotFoundError, QuireError
+from quire.schema.errors import InputError, ModelNotFoundError, QuireError, counted
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
@@ -60,6 +61,11 @@ async def run(args: argparse.Namespace) -> int:
     plotting = args.plot_timeline or args.plot_dataset_stats
     if plotting:
         plot.require()
+    if args.use_beam_search and not args.no_stream:
+        raise InputError("--use-beam-search needs --no-stream: which beam is best is known at the end",
+                         param="use_beam_search")  # fmt: skip
+    if plotting or args.save_result or args.append_result:
+        prepare_place(args)
     server = parse_server(args.base_url or f"http://{_bracketed(args.host)}:{args.port}", insecure=args.insecure)
     pool = Pool(server)
     try:
@@ -72,12 +78,11 @@ async def run(args: argparse.Namespace) -> int:
     base = result_path(args, result["model_id"])
     if args.save_result or args.append_result:
         save(result, base, detailed=args.save_detailed, append=args.append_result)
-    if args.plot_timeline:
-        print(
-            f"wrote {plot.timeline(outcomes, base, plot.parse_limits(args.timeline_itl_thresholds))}", file=sys.stderr
-        )
-    if args.plot_dataset_stats:
-        print(f"wrote {plot.lengths(samples, outcomes, base)}", file=sys.stderr)
+    with written_to("--result-dir", base.parent):
+        if args.plot_timeline:
+            say(f"wrote {plot.timeline(outcomes, base, plot.parse_limits(args.timeline_itl_thresholds))}")
+        if args.plot_dataset_stats:
+            say(f"wrote {plot.lengths(samples, outcomes, base)}")
     return 0 if result["completed"] else 1
 
 
@@ -102,7 +107,7 @@ async def measure_server(
     if args.profile:
         await profile(pool, "/start_profile", headers)
     counters = await drafts.read_counters(pool, headers)
-    say(f"{len(requests)} requests, rate {describe_pace(pace)}, at once {args.max_concurrency or 'any number'}")
+    say(f"{counted(len(requests), 'request')}, {describe_pace(pace)}, {describe_limit(args.max_concurrency)}")
     with bar(len(requests), hidden=args.disable_tqdm) as progress:
         times = arrival_times(len(requests), pace, Random(args.seed))
         outcomes, duration = await generator.run(requests, times, progress.update)
@@ -146,7 +151,11 @@ def read_pace(args: argparse.Namespace) -> ArrivalProcess:
 def describe_pace(pace: ArrivalProcess) -> str:
     if pace.ramp is not None:
         return f"{pace.ramp} from {pace.ramp_start:g} to {pace.ramp_end:g} a second"
-    return "inf" if pace.rate == math.inf else f"{pace.rate:g} a second, burstiness {pace.burstiness:g}"
+    return "all sent at once" if pace.rate == math.inf else f"{pace.rate:g} a second, burstiness {pace.burstiness:g}"
+
+
+def describe_limit(max_concurrency: int | None) -> str:
+    return "any number in flight" if max_concurrency is None else f"at most {max_concurrency} in flight"
 
 
 def read_template(args: argparse.Namespace, model: str, headers: dict[str, str]) -> RequestTemplate:
@@ -281,13 +290,22 @@ def result_path(args: argparse.Namespace, model: str) -> Path:
     return Path(args.result_dir or ".") / name
 
 
+def prepare_place(args: argparse.Namespace) -> None:
+    """The folder of the files, before anything is sent; they are named when the run is over."""
+    path = result_path(args, "model")
+    with written_to("--result-dir", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_place("--result-filename", str(path))
+
+
 def save(result: dict[str, Any], path: Path, *, detailed: bool, append: bool) -> None:
     stored = result if detailed else {key: value for key, value in result.items() if key not in report.DETAILS}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a" if append else "w", encoding="utf-8") as file:
-        if append and file.tell():
-            file.write("\n")
-        json.dump(stored, file)
+    with written_to("--save-result", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a" if append else "w", encoding="utf-8") as file:
+            if append and file.tell():
+                file.write("\n")
+            json.dump(stored, file)
     say(f"wrote {path}")
 
 

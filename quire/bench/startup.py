@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from quire.base.clock import now
 from quire.base.env import child_environment
-from quire.bench.latency import PERCENTILES, write_json
+from quire.bench.latency import PERCENTILES
 from quire.bench.report import percentile
+from quire.bench.result_file import check_place, write_json
 from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.schema.errors import ConfigError, InputError, QuireError
 
@@ -76,6 +77,7 @@ def parse(arguments: Sequence[str], program: str) -> tuple[argparse.Namespace, l
         args.num_iters_cold = 0
     if not args.num_iters_cold and not args.num_iters_warm:
         raise InputError("nothing to do: both numbers of starts are 0")
+    check_place("--output-json", args.output_json)
     EngineArgs.from_cli_args(args).create_engine_config()  # what is wrong is said once, here
     return args, _without_ours(arguments)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from quire.base.clock import now
 from quire.bench.datasets import DatasetOptions, Sample, check_options, make_samples
 from quire.bench.flags import add_dataset_flags, check_dataset, dataset_options
-from quire.bench.latency import write_json
 from quire.bench.load import run_async
+from quire.bench.result_file import check_place, write_json
 from quire.config import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from quire.llm.offline import LLM
 from quire.llm.online import AsyncLLM
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         raise InputError(f"--n must be at least 1, got {args.n}", param="n")
     if args.prefix_len is not None:
         args.random_prefix_len = args.prefix_len
+    check_place("--output-json", args.output_json)
     timed = run_async(run_online(args)) if args.async_engine else run_offline(args)
     return tell(timed, args.output_json)
 

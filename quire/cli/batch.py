@@ -10,11 +10,13 @@ import argparse
 import asyncio
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from socket import socket as Socket
 from typing import IO, Any, cast
 
 from quire.base.clock import now
@@ -27,8 +29,8 @@ from quire.config import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from quire.config.flags import add_flags, human_readable_int
 from quire.config.server import ServerConfig, flats, server_config
 from quire.llm.online import AsyncLLM
-from quire.schema.errors import EngineDeadError, InputError
-from quire.server.openai.batch_resume import Earlier, check_input, read_earlier
+from quire.schema.errors import EngineDeadError, InputError, counted
+from quire.server.openai.batch_resume import Earlier, InputLines, check_input, read_earlier
 
 log = logger(__name__)
 # Options of the server that apply without a socket.
@@ -48,19 +50,52 @@ def run_batch(arguments: Sequence[str], program: str) -> int:
     args = make_parser(program).parse_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
-    options = server_config(**{name: vars(args)[name] for name in SERVER_OPTIONS})
+    options = server_config(**{name: vars(args)[name] for name in (*SERVER_OPTIONS, "host", "port")})
     policy = FetchPolicy(args.max_file_bytes, args.url_timeout, tuple(args.allow_url_host))
+    refuse_one_file(args.input_file, args.output_file)
     try:
         with input_file(args.input_file, policy) as source:
             earlier = earlier_answers(args)
-            total = check_input(earlier, source, options.max_request_bytes)
-            if total and len(earlier.done) == total:
-                print(f"all {total} requests are answered already", file=sys.stderr)
+            lines = check_input(earlier, source, options.max_request_bytes)
+            warn_of_repeated(lines)
+            if lines.total and len(earlier.done) == lines.total:
+                drop_failures(earlier)
+                print(f"nothing is left to ask: {lines.total} of {lines.total} answered already", file=sys.stderr)
                 return 0
-            with output_file(args, policy, earlier) as target:
-                return run_async(answer_file(args, options, BatchRun(source, target, total, earlier.done)))
+            with metrics_socket(args, options) as bound, output_file(args, policy, earlier) as target:
+                work = BatchRun(source, target, lines.total, earlier.done, bound)
+                return run_async(answer_file(args, options, work))
     except FetchError as wrong:
         raise InputError(str(wrong)) from None
+
+
+def refuse_one_file(source: str, target: str) -> None:
+    """Whose first answer would take the place of the requests that are not read yet."""
+    if is_url(source) or is_url(target) or not (os.path.isfile(source) and os.path.isfile(target)):
+        return
+    if os.path.samefile(source, target):
+        raise InputError(
+            f"--output-file {target} is --input-file {source}, whose requests would be overwritten: name another file",
+            param="output_file",
+        )
+
+
+def warn_of_repeated(lines: InputLines) -> None:
+    if lines.repeated:
+        log.warning(
+            "%s the custom_id of an earlier line, the first %r: their answers cannot be told apart, and --resume "
+            "refuses such a file",
+            "1 line has" if lines.repeated == 1 else f"{lines.repeated} lines have",
+            lines.first_repeated[:200],
+        )
+
+
+def drop_failures(earlier: Earlier) -> None:
+    """Only answers stay in the output, as if some had been added."""
+    try:
+        earlier.cut_back()
+    except OSError as wrong:
+        raise InputError(f"--output-file {earlier.place}: {wrong.strerror}", param="output_file") from None
 
 
 def make_parser(program: str) -> FlexibleArgumentParser:
@@ -93,6 +128,7 @@ class BatchRun:
     target: IO[bytes]
     total: int
     done: Collection[str]
+    metrics: Socket | None = None  # bound, for /metrics
 
 
 def earlier_answers(args: argparse.Namespace) -> Earlier:
@@ -108,10 +144,10 @@ def earlier_answers(args: argparse.Namespace) -> Earlier:
     except OSError as wrong:
         raise InputError(f"--output-file {output}: {wrong.strerror}", param="output_file") from None
     log.info(
-        "%s has %d answers, which are kept; %d failed or truncated lines are run again",
+        "%s: %s kept; failed or truncated, and run again: %s",
         output,
-        len(earlier.done),
-        earlier.dropped,
+        counted(len(earlier.done), "answer"),
+        counted(earlier.dropped, "line"),
     )
     return earlier
 
@@ -127,7 +163,12 @@ def input_file(source: str, policy: FetchPolicy) -> Iterator[IO[bytes]]:
         return
     with contextlib.ExitStack() as opened:
         try:
-            file = opened.enter_context(open(source, "rb"))
+            file: IO[bytes] = opened.enter_context(open(source, "rb"))
+            if not file.seekable():  # a pipe; the lines are read twice
+                spooled = opened.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(file, spooled)
+                spooled.seek(0)
+                file = spooled
         except OSError as wrong:
             raise InputError(f"--input-file {source}: {wrong.strerror}", param="input_file") from None
         yield file
@@ -141,7 +182,7 @@ def output_file(args: argparse.Namespace, policy: FetchPolicy, earlier: Earlier)
         folder = os.path.dirname(output) or "."
         if os.path.isdir(output) or not os.access(output if os.path.exists(output) else folder, os.W_OK):
             raise InputError(f"--output-file {output}: not writable", param="output_file")
-        with contextlib.closing(Growing(output, earlier if args.resume else None)) as grows:
+        with contextlib.closing(Growing("--output-file", output, earlier if args.resume else None)) as grows:
             try:
                 yield cast(IO[bytes], grows)
             except BaseException:
@@ -155,9 +196,10 @@ def output_file(args: argparse.Namespace, policy: FetchPolicy, earlier: Earlier)
         number, path = tempfile.mkstemp(dir=args.output_tmp_dir, prefix="run-batch-", suffix=".jsonl")
     except OSError as wrong:
         raise InputError(f"--output-tmp-dir {args.output_tmp_dir}: {wrong.strerror}", param="output_tmp_dir") from None
+    os.close(number)
     try:
-        with os.fdopen(number, "wb") as file:
-            yield file
+        with contextlib.closing(Growing("--output-tmp-dir", path)) as grows:
+            yield cast(IO[bytes], grows)
     except BaseException:
         _keep_or_drop(path)
         raise
@@ -175,28 +217,40 @@ class Growing:
     It is truncated, or continues after the answers of an `earlier` run.
     """
 
-    def __init__(self, output: str, earlier: Earlier | None) -> None:
-        self._path, self._earlier, self.size = output, earlier, 0
+    def __init__(self, option: str, path: str, earlier: Earlier | None = None) -> None:
+        self._option, self._path, self._earlier = option, path, earlier
+        self.size = 0  # what a reader finds, beside answers of the earlier run
+        self._written = 0
         self._file: IO[bytes] | None = None
 
     def write(self, data: bytes) -> int:
-        if self._file is None:
-            try:
+        with self._told():
+            if self._file is None:
                 if self._earlier is not None:
                     self._earlier.cut_back()
                 self._file = open(self._path, "wb" if self._earlier is None else "ab")  # noqa: SIM115
-            except OSError as wrong:
-                raise InputError(f"--output-file {self._path}: {wrong.strerror}", param="output_file") from None
-        self.size += len(data)
-        return self._file.write(data)
+            self._written += len(data)
+            return self._file.write(data)
 
     def flush(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            with self._told():
+                self._file.flush()
+                self.size = self._written
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # every line was flushed: what is left was refused before
+                self._file.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as wrong:
+            raise InputError(
+                f"{self._option} {self._path}: {wrong.strerror}", param=self._option.strip("-").replace("-", "_")
+            ) from None
 
 
 def _keep_or_drop(path: str) -> None:
@@ -232,7 +286,7 @@ async def answer_file(args: argparse.Namespace, options: ServerConfig, work: Bat
             alive=alive,
         )
         began = now()
-        async with metrics_page(app, args):
+        async with metrics_page(app, work.metrics):
             shown, before = not args.disable_tqdm, len(work.done)
             with progress(log, "Answering", work.total, "requests", shown=shown, before=before) as advance:
                 tally = await runner.run(work.source, work.target, lambda: advance(1), work.done)
@@ -241,14 +295,27 @@ async def answer_file(args: argparse.Namespace, options: ServerConfig, work: Bat
     earlier = f"{len(work.done)} answered earlier, " if work.done else ""
     print(f"{earlier}{tally.completed} answered, {tally.failed} failed, {now() - began:.1f} s", file=sys.stderr)
     if tally.nameless:
-        print(f"{tally.nameless} lines have no readable custom_id", file=sys.stderr)
+        lines = "1 line has" if tally.nameless == 1 else f"{tally.nameless} lines have"
+        print(f"{lines} no readable custom_id", file=sys.stderr)
     return 1 if tally.nameless else 0
 
 
-@asynccontextmanager
-async def metrics_page(app: Any, args: argparse.Namespace) -> AsyncIterator[None]:
-    """Serves only /metrics of the app over HTTP."""
+@contextmanager
+def metrics_socket(args: argparse.Namespace, options: ServerConfig) -> Iterator[Socket | None]:
+    """Bound before a model is loaded: a taken port is told at once."""
     if not args.enable_metrics:
+        yield None
+        return
+    from quire.server.launch import listener  # lazy
+
+    with listener(options) as (bound, _):
+        yield bound
+
+
+@asynccontextmanager
+async def metrics_page(app: Any, bound: Socket | None) -> AsyncIterator[None]:
+    """Serves only /metrics of the app over HTTP."""
+    if bound is None:
         yield
         return
 
@@ -259,9 +326,9 @@ async def metrics_page(app: Any, args: argparse.Namespace) -> AsyncIterator[None
             return
         await app(scope, receive, send)
 
-    config = load("uvicorn:Config")(only_metrics, host=args.host, port=args.port, log_level="warning", lifespan="off")
+    config = load("uvicorn:Config")(only_metrics, log_level="warning", lifespan="off")
     server = load("uvicorn:Server")(config)
-    task = asyncio.create_task(server.serve())
+    task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.llm.engine import LLMEngine
 from quire.schema.errors import ConfigError
 from quire.schema.params import RequestOutputKind, SamplingParams
-from quire.text.chat import tokenize_chat
+from quire.text.chat import check_template, tokenize_chat
 
 
 def chat(arguments: Sequence[str], program: str) -> int:
@@ -119,6 +119,13 @@ def choose_server(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
             )
         return Remote(args.url, args.api_key or env.OPENAI_API_KEY.get())
     if args.local or changed or args.model is not None:
+        for name in ("api_key", "model_name"):
+            if vars(args)[name] is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for a server, and a model in this process was asked for: name the "
+                    "server with --url",
+                    param=name,
+                )
         return None
     if args.model_name is not None or args.api_key is not None:
         return local_server(args.api_key)
@@ -129,12 +136,14 @@ class LocalSpeaker:
     """An engine in this process whose answers are streamed to stdout."""
 
     def __init__(self, args: argparse.Namespace, chosen: dict[str, Any]) -> None:
+        self._template = args.__dict__.get("chat_template")
+        if self._template is not None:
+            check_template(self._template)
         with status(args.model or "the embedded model"):
             self._engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
         self._tokenizer = self._engine.get_tokenizer()
         self._defaults = {"max_tokens": None} | self._engine.model_config.default_sampling
         self.sampling = chosen
-        self._template = args.__dict__.get("chat_template")
         self._count = 0
         self.status = 0  # of the last answer: 130 if Ctrl-C stopped it
 

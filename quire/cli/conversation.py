@@ -133,8 +133,10 @@ class Conversation:
             return True
         try:
             doers[name](rest)
-        except (InputError, OSError) as wrong:
+        except InputError as wrong:
             self._say(str(wrong))
+        except OSError as wrong:
+            self._say(f"{wrong.filename or rest}: {wrong.strerror or wrong}")
         return True
 
     def _help(self, rest: str) -> None:

@@ -1,6 +1,7 @@
 """The `quire` command.
 
 Owns: the table of commands, --version, and how a command's error is reported: one line on stderr and an exit status.
+So is an output that cannot be written; standard streams that are closed are opened (base/standard_streams.py).
 Must not know: any command's options.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 from quire.base.env import VariableError
 from quire.base.registry import load
+from quire.base.standard_streams import FULL, escape_what_cannot_be_written, open_missing, why_stdout_fails
 from quire.cli.dispatch import Command, CommandTable
 from quire.schema.errors import QuireError
 
@@ -35,21 +37,41 @@ COMMANDS = CommandTable(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    open_missing()
+    escape_what_cannot_be_written()
     arguments = list(sys.argv[1:] if argv is None else argv)
     program = os.path.basename(sys.argv[0]) or "quire"
+    try:
+        try:
+            return _call(arguments, program)
+        finally:
+            sys.stdout.flush()  # what fails here would fail while Python exits
+    except BrokenPipeError:  # the reader of our output has exited
+        why_stdout_fails()
+        return 141
+    except OSError as wrong:
+        reason = why_stdout_fails() or (wrong.strerror if wrong.errno in FULL and wrong.filename is None else None)
+        if reason is None:
+            raise
+        print(f"{_named(arguments, program)}: cannot write: {reason}", file=sys.stderr)
+        return 1
+
+
+def _call(arguments: list[str], program: str) -> int:
     if arguments[:1] in (["-v"], ["--version"]):
         print(load("quire:__version__"))
         return 0
     try:
         return COMMANDS.call(arguments, program)
     except (QuireError, VariableError) as wrong:
-        print(f"{' '.join((program, *arguments[:1]))}: {wrong}", file=sys.stderr)
+        print(f"{_named(arguments, program)}: {wrong}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has exited; Python would complain once more while it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+
+
+def _named(arguments: list[str], program: str) -> str:
+    return " ".join((program, *arguments[:1]))
 
 
 if __name__ == "__main__":

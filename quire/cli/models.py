@@ -16,7 +16,7 @@ from quire.base.registry import load
 from quire.checkpoint import embedded
 from quire.checkpoint.source import Located, locate
 from quire.config import FlexibleArgumentParser
-from quire.schema.errors import ModelNotFoundError
+from quire.schema.errors import ConfigError, ModelNotFoundError
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
@@ -53,6 +53,10 @@ def pull(arguments: Sequence[str], program: str) -> int:
 def fetched(name: str, revision: str | None, folder: str | None) -> Located:
     if name != embedded.WORD:
         return locate(name, revision, folder)
+    for option, value in (("revision", revision), ("download-dir", folder)):
+        if value is not None:
+            raise ConfigError(f"--{option} is for models of the hub: the default model has one file, in Quire's cache",
+                              param=option.replace("-", "_"))  # fmt: skip
     return Located(embedded.fetch(), "gguf", embedded.NAME)
 
 

@@ -100,13 +100,17 @@ class Remote:
             except (OSError, http.client.HTTPException) as wrong:
                 raise ServerError(f"no answer from {self.url}: {wrong or type(wrong).__name__}") from None
             if answer.status != 200:
-                raise RefusedError(_complaint(answer), answer.status)
+                raise RefusedError(_complaint(answer) + self._hint(answer.status), answer.status)
             try:
                 yield answer
             except (OSError, http.client.HTTPException) as wrong:
                 raise EngineGenerateError(f"the connection to {self.url} broke: {wrong}") from None
         finally:
             connection.close()
+
+    def _hint(self, status: int) -> str:
+        """At the most common mistake: the base URL is not the server's address alone."""
+        return f"; did you mean --url {self.url}/v1?" if status == 404 and not self._path else ""
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._tls:

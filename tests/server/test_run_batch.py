@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -162,6 +163,78 @@ def test_whoever_reads_along_sees_the_answers(model: str, tmp_path: Path) -> Non
         whole = lines_of(reader.read())
     assert [one["custom_id"] for one in lines_of(seen)] == ["a"] and running
     assert [one["custom_id"] for one in whole] == ["a", "b"]
+
+
+@pytest.mark.parametrize("make_alias", [os.symlink, os.link, lambda source, target: None])
+def test_an_input_is_not_overwritten(make_alias: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "answer_file", lambda *_: pytest.fail("an engine was started"))
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("a", prompt="ab"))
+    make_alias(source, target)
+    place = str(target if target.exists() else source)
+    with pytest.raises(InputError, match=f"--output-file {place} is --input-file {source}, whose requests would be"):
+        command.run_batch(["-i", str(source), "-o", place], "x")
+    assert source.read_text() == line("a", prompt="ab")
+
+
+def test_lines_in_another_encoding_and_a_byte_order_mark(model: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    latin = line("\xe9", prompt="ab").replace("\\u00e9", "\xe9").encode("latin-1")
+    source.write_bytes(b"\xef\xbb\xbf" + b"\n".join([short("a").encode(), latin, short("b").encode()]))
+    assert command.run_batch(["-i", str(source), "-o", str(target), "--model", model, "--disable-tqdm"], "x") == 1
+    first, wrong, last = lines_of(target.read_bytes())
+    assert (first["custom_id"], wrong["custom_id"], last["custom_id"]) == ("a", None, "b")
+    assert first["error"] is None and last["error"] is None
+    assert "line 2 is not a batch request: 'utf-8' codec can't decode" in wrong["error"]["message"]
+
+
+def test_an_input_that_is_a_pipe(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.jsonl"
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(f"{short('a')}\n{short('a')}\nnonsense".encode())
+    flags = ["-i", f"/dev/fd/{reading}", "-o", str(target), "--model", model, "--disable-tqdm"]
+    assert command.run_batch(flags, "x") == 1
+    os.close(reading)
+    assert [one["custom_id"] for one in lines_of(target.read_bytes())] == ["a", "a", None]
+    assert "1 line has no readable custom_id" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_full_disk_is_one_line(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(short("a"))
+    with pytest.raises(InputError, match=r"^--output-file /dev/full: No space left on device$"):
+        command.run_batch(["-i", str(source), "-o", "/dev/full", "--model", model, "--disable-tqdm"], "x")
+    assert "answers so far" not in capsys.readouterr().err
+
+
+def test_lines_with_one_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = batch_resume.check_input(
+        batch_resume.Earlier("out"), io.BytesIO("\n".join(map(short, "abcbab")).encode()), 1000
+    )
+    assert lines == (6, 3, "b")
+    told: list[str] = []
+    monkeypatch.setattr(command.log, "warning", lambda form, *values: told.append(form % values))
+    command.warn_of_repeated(lines)
+    assert len(told) == 1 and told[0].startswith("3 lines have the custom_id of an earlier line, the first 'b': ")
+    command.warn_of_repeated(lines._replace(repeated=0))
+    assert len(told) == 1
+
+
+def test_a_taken_port_of_metrics_is_told_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "answer_file", lambda *_: pytest.fail("an engine was started"))
+    source = tmp_path / "in.jsonl"
+    source.write_text(short("a"))
+    flags = ["-i", str(source), "-o", str(tmp_path / "out"), "--enable-metrics", "--host", "127.0.0.1", "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"127.0.0.1:{port} is in use by another program: choose another --port"):
+            command.run_batch([*flags, str(port)], "x")
+    with pytest.raises(InputError, match="port must be at least 0 and at most 65535, got 99999"):
+        command.run_batch([*flags, "99999"], "x")
 
 
 def test_the_address_of_metrics_has_two_names() -> None:
@@ -321,7 +394,13 @@ def test_nothing_left_starts_no_engine(
     monkeypatch.setattr(command.AsyncLLM, "from_engine_args", lambda *_, **__: pytest.fail("an engine was started"))
     (tmp_path / "out.jsonl").write_text(answer_of("a") + "\n")
     assert not was_asked(resume([short("a")])[0])
-    assert "all 1 requests are answered already" in capsys.readouterr().err
+    assert "nothing is left to ask: 1 of 1 answered already" in capsys.readouterr().err
+
+
+def test_nothing_left_drops_what_is_no_answer(resume: Any, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text(answer_of("a") + "\n" + answer_of("b")[:30])
+    found = resume([short("a")])
+    assert [one["custom_id"] for one in found] == ["a"]
 
 
 def test_progress_counts_what_was_done(
@@ -339,7 +418,7 @@ def test_progress_counts_what_was_done(
 @pytest.mark.parametrize(
     "output, given, says",
     [
-        (answer_of("a") + "\n" + answer_of("z") + "\n", "a", r"1 answers that the input does not ask for.*'z'"),
+        (answer_of("a") + "\n" + answer_of("z") + "\n", "a", r"1 answer that the input does not ask for.*'z'"),
         ("my notes\n" + answer_of("a") + "\n", "a", r"line 1 of .* is not the output of a batch"),
         ("[1]\n", "a", r"line 1 of .* is not the output of a batch"),
         (answer_of("a") + "\n" + answer_of("a") + "\n", "a", "two answers for custom_id 'a'"),
@@ -361,6 +440,15 @@ def test_a_run_that_cannot_start_leaves_the_file_alone(resume: Any, tmp_path: Pa
     with pytest.raises(NotBuiltError):
         resume([short("a"), short("b"), short("c")], "--enable-sleep-mode")
     assert (tmp_path / "out.jsonl").read_text() == output
+
+
+def test_an_output_that_is_not_text_is_not_that_of_a_batch(resume: Any, tmp_path: Path) -> None:
+    """A torn line may end within a character, too."""
+    (tmp_path / "out.jsonl").write_bytes(b'{"custom_id": "\xe9"}\n')
+    with pytest.raises(InputError, match=r"line 1 of .* is not the output of a batch: 'utf-8' codec"):
+        resume([short("a")])
+    (tmp_path / "out.jsonl").write_bytes(answer_of("a").encode() + b'\n{"custom_id": "\xe9"}')
+    assert [one["custom_id"] for one in resume([short("a")])] == ["a"]
 
 
 def test_a_line_too_long_for_an_answer(resume: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

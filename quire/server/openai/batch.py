@@ -17,7 +17,7 @@ from typing import IO, Any
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from quire.server.openai.batch_resume import custom_id_of, read_lines
+from quire.server.openai.batch_resume import INVALID, custom_id_of, read_lines
 
 ENDPOINTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank",
@@ -128,7 +128,7 @@ class BatchRunner:
             raise RefusedLineError(413, "invalid_request", f"line {number} is longer than {self._longest} bytes")
         try:
             line = msgspec.json.decode(raw, type=BatchLine)
-        except (msgspec.MsgspecError, RecursionError) as wrong:
+        except INVALID as wrong:
             message = f"line {number} is not a batch request: {wrong}"
             raise RefusedLineError(400, "invalid_request", message, custom_id_of(raw)) from None
         if line.method.upper() != "POST":

@@ -12,13 +12,16 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from quire.schema.errors import InputError
+from quire.schema.errors import InputError, counted
 
 LONGEST_ANSWER = 1 << 30  # bytes of a line; a file with a longer one is not the output of a batch
+NAMES_COMPARED = 1 << 20  # of an input that may be larger than memory
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+INVALID = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # no JSON, not UTF-8, nested too deep
 
 
 class _Response(msgspec.Struct):
@@ -34,6 +37,14 @@ class _OutputLine(msgspec.Struct):
 
 class _InputLine(msgspec.Struct):
     custom_id: Any = None
+
+
+class InputLines(NamedTuple):
+    """What the lines of an input are, before any is asked. `repeated`: those whose custom_id an earlier line has."""
+
+    total: int
+    repeated: int = 0
+    first_repeated: str = ""
 
 
 @dataclass
@@ -85,31 +96,39 @@ def read_earlier(place: str) -> Earlier:
     return earlier
 
 
-def check_input(earlier: Earlier, source: IO[bytes], longest: int) -> int:
-    """How many lines the input has. Each answer must belong to exactly one of them."""
-    missing, total = set(earlier.done), 0
+def check_input(earlier: Earlier, source: IO[bytes], longest: int) -> InputLines:
+    """Each answer must belong to exactly one line of the input."""
+    missing, seen = set(earlier.done), set[int]()
+    total, repeated, first_repeated = 0, 0, ""
     for _, raw in read_lines(source, longest):
         total += 1
         name = None if raw is None else custom_id_of(raw)
-        if name is None or name not in earlier.done:
+        if name is None:
             continue
-        if name not in missing:
+        if name in missing:
+            missing.discard(name)
+        elif name in earlier.done:
             raise _refused(f"custom_id {name[:200]!r} occurs twice in the input: whose answer there is cannot be told")
-        missing.discard(name)
+        if hash(name) in seen:
+            repeated, first_repeated = repeated + 1, first_repeated or name
+        elif len(seen) < NAMES_COMPARED:
+            seen.add(hash(name))
     source.seek(0)
     if missing:
         raise _refused(
-            f"{earlier.place} has {len(missing)} answers that the input does not ask for, such as custom_id "
+            f"{earlier.place} has {counted(len(missing), 'answer')} that the input does not ask for, such as custom_id "
             f"{min(missing)[:200]!r}: it belongs to another input file"
         )
-    return total
+    return InputLines(total, repeated, first_repeated)
 
 
 def read_lines(source: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) of every line that is not blank; None stands for one longer than allowed."""
+    """(number, line) of every line that is not blank, without a byte order mark; None: one longer than allowed."""
     number = 0
     while raw := source.readline(longest + 1):
         number += 1
+        if number == 1:
+            raw = raw.removeprefix(_BYTE_ORDER_MARK)
         if len(raw) > longest and not raw.endswith(b"\n"):
             while (rest := source.readline(longest)) and not rest.endswith(b"\n"):
                 pass
@@ -122,7 +141,7 @@ def custom_id_of(raw: bytes) -> str | None:
     """The name of a line, also of one that is otherwise wrong, if it has one."""
     try:
         name = msgspec.json.decode(raw, type=_InputLine).custom_id
-    except (msgspec.MsgspecError, RecursionError):
+    except INVALID:
         return None
     return name if isinstance(name, str) else None
 
@@ -134,7 +153,7 @@ def _read_answers(place: str, source: IO[bytes]) -> Iterator[tuple[bytes, str | 
             raise _refused(f"line {number} of {place} is longer than {LONGEST_ANSWER} bytes")
         try:
             line = msgspec.json.decode(raw, type=_OutputLine)
-        except msgspec.MsgspecError as wrong:
+        except INVALID as wrong:
             if raw.endswith(b"\n"):
                 raise _refused(f"line {number} of {place} is not the output of a batch: {wrong}") from None
             yield raw, None

@@ -148,7 +148,7 @@ def test_custom_lines(tokenizer: Tokenizer, tmp_path: Path) -> None:
     "text, says",
     [
         ('{"prompt": 5}\n', "line 1: 'prompt' must be a string"),
-        ("{}\n{\n", "line 2 is no JSON"),
+        ("{}\n{\n", "line 2 is not JSON"),
         ('["a"]\n', "line 1 must be a mapping"),
         ("\n", "holds no usable prompt"),
         ('{"prompt": "a b"}\n', "'output_tokens' must be a number of at least 1, got None"),

@@ -121,6 +121,11 @@ def test_a_run_in_which_everything_failed_still_reports() -> None:
     )
     assert report.table(found, wanted)
     assert report.failures([outcome(0, 0, [], 0, ok=False)] * 3) == ["3 failed: broken"]
+    for kinds, end in ((2, "and 1 other kind of failure"), (3, "and 2 other kinds of failure")):
+        outcomes = [outcome(0, 0, [], 0, ok=False) for _ in range(kinds)]
+        for number, failed in enumerate(outcomes):
+            failed.fail(str(number))
+        assert report.failures(outcomes, most=1)[-1] == end
 
 
 def test_tokens_that_share_a_piece_are_counted_as_tokens() -> None:

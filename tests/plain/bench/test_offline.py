@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench import latency, startup, throughput
+from quire.bench import latency, result_file, startup, throughput
 from quire.cli import bench
 from quire.schema.errors import ConfigError, InputError, NotBuiltError, QuireError
 from tests.fake_engine import use_fake, write_model
@@ -108,6 +108,23 @@ def test_a_wrong_dataset_is_told_before_a_model_is_loaded(
     monkeypatch.setattr(throughput, "LLM", lambda **_: pytest.fail("the model was loaded"))
     with pytest.raises(InputError, match=message):
         throughput.main(["--model", model, *flags], "x")
+
+
+@pytest.mark.parametrize("command", [latency, throughput, startup])
+def test_a_place_that_cannot_be_written_is_told_before_the_run(
+    command: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = "Runner" if command is startup else "LLM"
+    monkeypatch.setattr(command, started, lambda *_, **__: pytest.fail("an engine was started"))
+    for place, reason in ((tmp_path / "no" / "x.json", f"there is no folder '{tmp_path}/no'"), (tmp_path, "a folder")):
+        with pytest.raises(InputError, match=f"^--output-json '{place}': .*{reason}$"):
+            command.main(["--model", model, "--output-json", str(place)], "x")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_result_that_cannot_be_written_is_one_line() -> None:
+    with pytest.raises(InputError, match=r"^--output-json '/dev/full': No space left on device$"):
+        result_file.write_json("/dev/full", {"x": 1})
 
 
 def test_engine_options_are_passed_on_as_written() -> None:

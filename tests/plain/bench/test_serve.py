@@ -228,8 +228,9 @@ def test_failures_are_counted_and_told(
 
 
 def test_only_the_table_goes_to_stdout(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    bench("--goodput", "ttft:1000")
+    bench("--goodput", "ttft:1000", num_prompts=1)
     printed = capsys.readouterr()
+    assert "1 request, all sent at once, any number in flight\n" in printed.err
     lines = printed.out.splitlines()
     assert lines[0].startswith("====") and lines[-1].startswith("====")
     assert "Request goodput (req/s):" in printed.out
@@ -321,6 +322,36 @@ def test_wrong_flags(flags: list[str], error: type[Exception], says: str, server
     base = ["--base-url", server.url, "--tokenizer", model, "--num-prompts", "2", "--random-input-len", "4"]
     with pytest.raises(error, match=says):
         serve.main([*base, *flags], "x")
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--save-result", "--result-dir", "/proc/x"], "^--result-dir '/proc/x': No such file or directory$"),
+        (["--plot-timeline", "--result-dir", "/proc/x"], "^--result-dir '/proc/x': No such file or directory$"),
+        (["--append-result", "--result-filename", "/tmp/"], "^--result-filename '/tmp': it is a folder$"),
+        (["--use-beam-search"], "--use-beam-search needs --no-stream"),
+    ],
+)
+def test_what_cannot_succeed_sends_nothing(
+    flags: list[str], says: str, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "require", lambda: None)
+    with pytest.raises(InputError, match=says):
+        serve.main(["--base-url", server.url, *flags], "x")
+    assert server.requests == []
+
+
+def test_a_result_that_cannot_be_written_is_one_line(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"^--save-result '/dev/full': No space left on device$"):
+        bench("--result-filename", "/dev/full", num_prompts=1)
+    assert "Successful requests" in capsys.readouterr().out
+
+
+def test_beams_are_asked_for_without_a_stream(bench: Any, server: ScriptedServer) -> None:
+    bench("--use-beam-search", "--no-stream", num_prompts=1)
+    (body,) = server.bodies(PATH)
+    assert body["use_beam_search"] is True and "stream" not in body
 
 
 def test_the_key_of_the_environment_is_sent(

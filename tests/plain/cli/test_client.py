@@ -183,6 +183,9 @@ def interrupting(step: Any, times: int = 1) -> Any:
     [
         (["--url", "http://x/v1", "--local"], "mutually exclusive"),
         (["--url", "http://x/v1", "--max-model-len", "512"], "--max-model-len is an option of an engine"),
+        (["--local", "--api-key", "k"], "^--api-key is for a server, and a model in this process was asked for"),
+        (["--local", "--model-name", "m"], "^--model-name is for a server"),
+        (["some/model", "--api-key", "k"], "^--api-key is for a server"),
         (["--url", "localhost:8000"], "--url must be a URL such as http://localhost:8000/v1"),
     ],
 )

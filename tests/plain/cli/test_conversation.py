@@ -122,9 +122,15 @@ def test_a_file_that_is_no_conversation(
     path = tmp_path / "other.json"
     path.write_text(content)
     assert talk.take(f"/load {path}") and talk.take("/load /no/such/file") and talk.take("/load")
+    assert talk.take("/save /no/such/x")
     assert texts(talk) == ["hi", "answer 1"]
     told = capsys.readouterr().err
-    assert "is not a saved conversation" in told and "No such file" in told and "needs a file name" in told
+    assert (
+        "is not a saved conversation" in told
+        and told.count("[Errno") == 0
+        and "/no/such/x: No such file or directory" in told
+        and "needs a file name" in told
+    )
 
 
 def test_slashes(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,53 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "test", Command("anywhere", "a test"))
     with pytest.raises(ZeroDivisionError):
         cli.main(["test"])
+
+
+def in_shell(redirected: str, command: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """`quire` with standard streams as the shell's words have them."""
+    program = f'exec "$0" -P -c "$1" {command} {redirected}'
+    code = "import sys; from tests.plain.cli.test_main import run; sys.exit(run())"
+    path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
+    surrounding = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        ["sh", "-c", program, sys.executable, code], capture_output=True, text=True, timeout=300,
+        env=surrounding | {"PYTHONPATH": path} | environment,
+    )  # fmt: skip
+
+
+def run() -> int:
+    """The command, with one more that writes to both streams and says how it finds them."""
+    COMMANDS["test"] = Command("tests.plain.cli.test_main:speak", "a test")
+    return cli.main()
+
+
+def speak(arguments: list[str], program: str) -> int:
+    print("said: \u65e5")
+    print("loading", file=sys.stderr)
+    with open(os.devnull) as opened:
+        return 5 if opened.fileno() > 2 and sys.stdin.read() == "" else 6
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_an_output_that_is_full_is_one_line(unbuffered: str) -> None:
+    done = in_shell(">/dev/full", "--version", PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith("cannot write: No space left on device\n") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "closed, out, err",
+    [("2>&- <&-", "said: \u65e5\n", ""), (">&- <&-", "", "loading\n"), ("<&- >&- 2>&-", "", "")],
+)
+def test_closed_streams_are_the_null_device(closed: str, out: str, err: str) -> None:
+    done = in_shell(closed, "test")
+    assert (done.returncode, done.stdout, done.stderr) == (5, out, err)
+
+
+def test_what_the_encoding_lacks_is_escaped() -> None:
+    done = in_shell("</dev/null", "test", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stdout, done.stderr) == (5, "said: \\u65e5\n", "loading\n")
 
 
 def test_collect_env_shows_versions_and_no_secrets(

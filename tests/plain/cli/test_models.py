@@ -66,6 +66,15 @@ def test_pull_of_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is a local path" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--revision", "--download-dir"])
+def test_options_that_mean_nothing_for_the_default_model(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models.embedded, "fetch", lambda: pytest.fail("it was fetched"))
+    assert main(["pull", "default", option, "x"]) == 1
+    assert f"{option} is for models of the hub" in capsys.readouterr().err
+
+
 def test_list_shows_what_is_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("huggingface_hub")
     for name, file in (

@@ -70,6 +70,13 @@ def test_a_quick_question(server: ScriptedServer, capsys: pytest.CaptureFixture[
     assert body == {"model": "scripted", "messages": messages, "temperature": 0.0, "stop": ["x"], "stream": True}
 
 
+def test_the_address_of_a_server_alone_is_explained(server: ScriptedServer) -> None:
+    with pytest.raises(InputError, match=f"HTTP 404: .*; did you mean --url {server.url}/v1\\?$"):
+        client.chat(["--url", server.url, "-q", "Hi"], "quire chat")
+    with pytest.raises(InputError, match=r"HTTP 404: [^;]*$"):
+        client.chat(["--url", f"{server.url}/v2", "-q", "Hi"], "quire chat")
+
+
 def test_a_conversation_keeps_its_history(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     feed(monkeypatch, "one", "two")
     assert client.chat(["--url", f"{server.url}/v1/"], "quire chat") == 0
