@@ -96,7 +96,7 @@ class Codec(Generic[Message]):
         except CodecError:
             raise
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as wrong:
-            raise CodecError(f"{len(frames[0])} bytes are no message: {wrong}") from wrong
+            raise CodecError(f"{len(frames[0])} bytes are not a message: {wrong}") from wrong
         return message
 
     def _make_known(self) -> None:

@@ -6,6 +6,7 @@ the default. The first reading is kept: changing the environment afterwards has 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -60,6 +61,11 @@ class Variable(Generic[Value]):
 
     def is_set(self) -> bool:
         return any(s in os.environ for s in self.spellings)
+
+    @property
+    def spelling(self) -> str:
+        """That it is set by, or would be."""
+        return next((name for name in self.spellings if name in os.environ), self.spellings[0])
 
     def forget(self) -> None:
         self._value = _UNREAD
@@ -175,30 +181,53 @@ def _flag(text: str) -> bool:
     raise ValueError("write 1 or 0")
 
 
+def _whole(text: str, words: str = "a whole number") -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"write {words}") from None
+
+
 def _optional_int(text: str) -> int | None:
-    return int(text) if text.strip() else None
+    return _whole(text) if text.strip() else None
+
+
+def _number(text: str, words: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"write {words}")
+    return value
+
+
+def _gib(text: str) -> float:
+    return _number(text, "a number of GiB, 0 or more")
 
 
 def _seconds(text: str) -> float:
-    if not 0 < float(text) < float("inf"):
-        raise ValueError("write a number of seconds above 0")
-    return float(text)
+    words = "a number of seconds above 0"
+    if (value := _number(text, words)) <= 0:
+        raise ValueError(f"write {words}")
+    return value
 
 
 def _seconds_or_never(text: str) -> float:
-    return 0.0 if float(text) == 0 else _seconds(text)
+    return 0.0 if _number(text, "a number of seconds, or 0") == 0 else _seconds(text)
 
 
 def _above_zero(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError("write a whole number above 0")
-    return int(text)
+    words = "a whole number above 0"
+    if (value := _whole(text, words)) < 1:
+        raise ValueError(f"write {words}")
+    return value
 
 
 def _port(text: str) -> int | None:
     if "://" in text:
         raise ValueError("wanted a port number, got a URI (a Kubernetes service called 'vllm' or 'quire' sets this)")
-    return int(text)
+    return _whole(text, "a port number")
 
 
 LOGGING_LEVEL = Variable(
@@ -230,7 +259,7 @@ COMPILE_PROCESSES = Variable(
     "Processes that compile kernels at a start without a kernel cache; unset takes the machine's cores, 0 none.",
 )  # fmt: skip
 CPU_KVCACHE_SPACE = Variable(
-    "CPU_KVCACHE_SPACE", 0.0, float, "GiB for the KV cache on CPU; 0 takes a share of free memory."
+    "CPU_KVCACHE_SPACE", 0.0, _gib, "GiB for the KV cache on CPU; 0 takes a share of free memory."
 )
 CPU_NUM_THREADS = Variable(
     "CPU_NUM_THREADS",
@@ -248,7 +277,7 @@ PP_LAYER_PARTITION = Variable(
     "Layers of each pipeline stage, as 9,11,12; unset makes equal shares.",
 )  # fmt: skip
 CPU_NUM_OF_RESERVED_CPU = Variable(
-    "CPU_NUM_OF_RESERVED_CPU", 0, int,
+    "CPU_NUM_OF_RESERVED_CPU", 0, _whole,
     "Cores left to other work when the number of threads of the CPU worker is not given.",
 )  # fmt: skip
 CPU_PACKED_CACHE = Variable(
@@ -298,7 +327,7 @@ PASS_ENV = Variable[tuple[str, ...]](
 DP_SIZE = Variable(
     "DP_SIZE", 1, _above_zero, "Programs that run the same model with an engine each, unless data_parallel_size is set."
 )
-DP_RANK = Variable("DP_RANK", 0, int, "Which of these this one is.")
+DP_RANK = Variable("DP_RANK", 0, _whole, "Which of these this one is.")
 DP_RANK_LOCAL = Variable(
     "DP_RANK_LOCAL", None, _optional_int, "Which of those on this machine: decides its devices; unset is DP_RANK."
 )
@@ -370,7 +399,7 @@ MAX_VIDEO_FRAMES = Variable(
 )
 AUDIT = Variable("AUDIT", False, _flag, "1: check the block accounting at every step, not only when idle.")
 ENGINE_START_TIMEOUT_S = Variable(
-    "ENGINE_START_TIMEOUT_S", 600, int, "Seconds an engine process may take to get ready."
+    "ENGINE_START_TIMEOUT_S", 600, _whole, "Seconds an engine process may take to get ready."
 )
 WORKER_TIMEOUT_S = Variable(
     "WORKER_TIMEOUT_S", 10.0, _seconds_or_never,

@@ -33,7 +33,7 @@ def why_not() -> str:
     if env.CPU_KERNELS.get() == "off":
         return "QUIRE_CPU_KERNELS is off"
     if named := env.CPU_KERNELS_FILE.get():
-        return f"QUIRE_CPU_KERNELS_FILE names {named}, which is no file"
+        return f"QUIRE_CPU_KERNELS_FILE names {named}, which is not a file"
     note = FOLDER / NOTE
     reason = note.read_text().strip() if note.is_file() else "the package was installed without building them"
     return f"{reason}; with a C++20 compiler installed, `pip install` Quire again"

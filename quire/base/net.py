@@ -77,9 +77,9 @@ def open_unix_listener(path: str) -> socket.socket:
     """A unix socket that only this user may use (mode 0600). Takes the place of one that nobody listens on."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise FileExistsError(errno.EEXIST, f"{path!r} is there, and it is no socket")
+            raise FileExistsError(errno.EEXIST, f"{path!r} is not a socket")
         if _answers(path):
-            raise OSError(errno.EADDRINUSE, f"somebody listens on {path!r}")
+            raise OSError(errno.EADDRINUSE, f"another process is listening on {path!r}")
         os.unlink(path)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)  # from its first moment

@@ -20,10 +20,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import IO
 
 from quire.base import env, registry
 from quire.base.collector import no_collections
+from quire.base.standard_streams import open_missing
 
 _BACKGROUND = (
     "import os; os.nice({nice}); import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -32,6 +34,7 @@ _BACKGROUND = (
 _BACKGROUND_NICE = 5  # a quarter of a core, where something else wants all of it
 _ENTER = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM)); "
     "import sys; sys.path[:] = {path!r}; "
     "from quire.base.procs import enter; enter({target!r}, {litter!r}, {early!r})"
 )
@@ -64,12 +67,13 @@ class Child:
         """
         self.name = name
         code = _ENTER.format(path=sys.path, target=target, litter=litter, early=early)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code],
-            stdin=subprocess.PIPE,
-            pass_fds=keep,
-            env=env.without_secrets(keep=keep_env),
-        )
+        with _signals_blocked():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                stdin=subprocess.PIPE,
+                pass_fds=keep,
+                env=env.without_secrets(keep=keep_env),
+            )
         self.notice, closing = os.pipe()
         self._watch = threading.Thread(target=_watch, args=(self._process, closing), name=f"watch {name}", daemon=True)
         self._watch.start()
@@ -151,6 +155,7 @@ def processor_seconds(pid: int) -> float:
 
 def enter(target: str, litter: str | None, early: str) -> None:
     """First code of a child: read the boot bytes, watch the parent, call the target."""
+    open_missing()
     faulthandler.enable()
     faulthandler.register(STACKS, all_threads=True)
     life = os.dup(0)
@@ -187,6 +192,19 @@ def _leave_with_parent(life: int, litter: str | None) -> None:
     if litter is not None:
         shutil.rmtree(litter, ignore_errors=True)
     os._exit(PARENT_GONE)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A child begins with what its parent's thread has blocked, and its interpreter runs a while before `_ENTER` does.
+
+    The parent gets what came meanwhile afterwards, or another thread of it does at once.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:

@@ -32,7 +32,7 @@ def progress(
     when this work began; it counts towards `total` and not towards the rate.
     """
     lock = threading.Lock()
-    if shown and sys.stderr.isatty():
+    if shown and sys.stderr is not None and sys.stderr.isatty():  # None: closed
         bar = load("tqdm:tqdm")(
             total=total, desc=words, unit=unit if unit == BYTES else f" {unit}", unit_scale=unit == BYTES,
             dynamic_ncols=True, leave=False, delay=_BAR_AFTER_S,

@@ -18,7 +18,7 @@ def load(path: str) -> Any:
     if not colon:
         module, _, attribute = path.rpartition(".")
     if not module or not attribute:
-        raise ImportError(f"{path!r} is no import path; write it as 'package.module:Name'")
+        raise ImportError(f"{path!r} is not an import path; write it as 'package.module:Name'")
     target: Any = importlib.import_module(module)
     for part in attribute.split("."):
         try:
@@ -67,7 +67,7 @@ class Registry:
         if name not in self._paths:
             near = difflib.get_close_matches(name, self.names(), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise LookupError(f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self.names()))}")
+            raise LookupError(f"unknown {self.kind} {name!r}{hint or '.'} Known: {', '.join(sorted(self.names()))}")
         target = self._paths[name]
         if isinstance(target, str):
             target = self._paths[name] = load(target)

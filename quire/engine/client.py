@@ -8,24 +8,23 @@ process of its own is process_client.py. Must not know: prompts, text, how outpu
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import itertools
 import queue
-import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from quire.base.log import logger
+from quire.base.turns import HeldSignals, ThreadTurns
 from quire.engine.pulse import Pulse
 from quire.schema.errors import ConfigError, EngineDeadError, rebuild_error
 from quire.schema.messages import (
     Abort,
     ControlCall,
     ControlReply,
+    EngineOutput,
     EngineReady,
     EngineRequest,
     FromEngine,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from quire.engine.loop import EngineLoop, Inbox
 
 log = logger(__name__)
+Result = TypeVar("Result")
 CLOSED = "it was shut down"
 CLOSE_PATIENCE_S = 10.0  # that the step under way may take when an engine in this process is closed
 
@@ -149,7 +149,9 @@ def wait_for(verb: str, future: Future[Any], timeout: float | None) -> Any:
 
 
 class InProcessClient:
-    """The loop itself, turned by whoever calls `receive`, or by a thread of its own after `stream`."""
+    """The loop itself, turned by whoever calls `receive`, or by a thread of its own after `stream`.
+
+    Several threads may call: nobody touches the loop during another's step."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.dead: EngineDeadError | None = None
@@ -157,6 +159,7 @@ class InProcessClient:
         self._config = config
         self._loop: EngineLoop | None = None
         self._inbox: Inbox = queue.SimpleQueue()
+        self._turns = ThreadTurns()  # at the loop, while it has no thread
         self._thread: threading.Thread | None = None
         self._sink: Sink | None = None  # None: nobody is to be told of the end
         self._calls = Calls()
@@ -182,32 +185,50 @@ class InProcessClient:
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
         loop = self.loop
-        post = loop.submit if self._thread is None else self._inbox.put
+        if self._thread is None:
+            self._turns.take(self._submit_here, loop, requests)
+            return
         for request in requests:
-            post(request)
+            self._inbox.put(request)
+
+    def _submit_here(self, loop: EngineLoop, requests: Sequence[EngineRequest]) -> None:
+        with HeldSignals():
+            for request in requests:
+                loop.submit(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         loop, ids = self.loop, tuple(request_ids)
-        if self._thread is not None:
-            self._inbox.put(Abort(request_ids=ids))
+        if self._thread is None:
+            self._turns.take(self._abort_here, loop, ids)
         else:
-            loop.abort(ids)
+            self._inbox.put(Abort(request_ids=ids))
+
+    def _abort_here(self, loop: EngineLoop, request_ids: tuple[str, ...]) -> None:
+        with HeldSignals():
+            loop.abort(request_ids)
 
     def receive(self) -> Outputs:
-        loop = self.loop
-        outputs = None
+        return self._turns.take(self._step)
+
+    def _step(self) -> Outputs:
+        loop, outputs = self.loop, list[EngineOutput]()
         try:
-            with held_interrupt():  # a step cut in two cannot be taken up again
-                outputs = loop.step()
-        except Exception as failed:
-            raise self._die(failed) from failed
-        except KeyboardInterrupt as interrupt:
-            if outputs is None:
-                self._die(interrupt)
-            else:
-                loop.keep(outputs)
+            self._whole(lambda: outputs.extend(loop.step()))
+        except BaseException:  # that of a signal's handler, after the step
+            loop.keep(outputs)
             raise
         return Outputs(outputs=outputs, stats=loop.take_stats())
+
+    def _whole(self, work: Callable[[], Result]) -> Result:
+        """What must not be cut in two: where it is, or fails, that is the engine's end."""
+        with HeldSignals():
+            try:
+                return work()
+            except Exception as failed:
+                raise self._die(failed) from failed
+            except BaseException as interrupt:  # a second Ctrl-C
+                self._die(interrupt)
+                raise
 
     def stream(self, sink: Sink) -> None:
         if self._config.parallel_config.distributed_executor_backend == "external_launcher":
@@ -224,20 +245,21 @@ class InProcessClient:
     def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         if self._thread is not None:
             return wait_for(verb, self.begin_call(verb, *args, **kwargs), timeout)
-        loop = self.loop
         call, future = self._calls.open(verb, args, kwargs)
         try:
-            with held_interrupt():
-                loop.settle(0)
-            reply = loop.call(call)
-            while reply is None:  # a verb that waits for running requests: they run here
-                with held_interrupt():
-                    loop.keep(loop.step())
-                reply = next((r for r in loop.take_replies() if r.call_id == call.call_id), None)
-        except Exception as failed:
-            raise self._die(failed) from failed
-        self._calls.answer(reply)
+            self._calls.answer(self._turns.take(self._call_here, call))
+        finally:
+            self._calls.forget(call.call_id)
         return future.result()
+
+    def _call_here(self, call: ControlCall) -> ControlReply:
+        loop = self.loop
+        self._whole(lambda: loop.settle(0))
+        reply = loop.call(call)
+        while reply is None:  # a verb that waits for running requests: they run here
+            self._whole(lambda: loop.keep(loop.step()))
+            reply = next((r for r in loop.take_replies() if r.call_id == call.call_id), None)
+        return reply
 
     def begin_call(self, verb: str, *args: Any, **kwargs: Any) -> Future[Any]:
         if self.dead is not None:
@@ -249,11 +271,11 @@ class InProcessClient:
         return future
 
     def close(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is None:
+        if self._loop is None:
             return
         died = self.dead is not None
         self.dead = self.dead or EngineDeadError(CLOSED)
+        loop, self._loop = self._loop, None
         if self._thread is not None and self._thread is not threading.current_thread():
             self._inbox.put(Stop())
             self._thread.join(CLOSE_PATIENCE_S)
@@ -263,7 +285,7 @@ class InProcessClient:
                 if sink is not None:
                     sink.died(self.dead)
         if not died:
-            loop.close()
+            self._turns.take(loop.close)
         self._calls.fail(self.dead)
 
     def _leave_to_thread(self) -> bool:
@@ -314,26 +336,3 @@ class InProcessClient:
             except Exception as further:  # a broken worker may not even end well; the first failure is the reason
                 log.error("Its worker could not be shut down", exc_info=further)
         return self.dead
-
-
-@contextlib.contextmanager
-def held_interrupt() -> Iterator[None]:
-    """Hold back a first Ctrl-C until the block is done; a second one interrupts at once."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if pending:
-            raise KeyboardInterrupt
-        pending.append(number)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pending:
-        raise KeyboardInterrupt

@@ -93,7 +93,10 @@ class SeveralEngines:
         self.readies = tuple(readies.get(place, nothing) for place in range(len(self.members)))
         num_blocks = sum(ready.num_blocks for ready in self.readies)
         max_model_len = min(ready.max_model_len for ready in self.readies)
-        return msgspec.structs.replace(first, num_blocks=num_blocks, max_model_len=max_model_len)
+        together = sum(ready.max_concurrency for ready in self.readies)
+        return msgspec.structs.replace(
+            first, num_blocks=num_blocks, max_model_len=max_model_len, max_concurrency=together
+        )
 
     def _await_all(self) -> tuple[dict[int, BaseException], dict[int, EngineReady]]:
         """By place: why it could not start, or what it said once it had."""

@@ -26,7 +26,7 @@ from quire.executor.base import (
     make_executor,
     one_model,
 )
-from quire.sched.kv_layout import fit_length, place
+from quire.sched.kv_layout import fit_length, max_concurrency, place
 from quire.sched.scheduler import Scheduler
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVLayout, ModelInfo
@@ -91,6 +91,7 @@ def start_engine(
         max_model_len=max_model_len,
         vocab_size=info.vocab_size,
         block_size=config.cache_config.block_size * config.parallel_config.decode_context_parallel_size,
+        max_concurrency=max_concurrency(layout, max_model_len, config.scheduler_config.max_num_batched_tokens),
         start_seconds=seconds,
         phases=phases,
         pid=os.getpid(),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quire.base.clock import now
 from quire.base.collector import no_collections
 from quire.base.log import logger
+from quire.base.turns import ThreadTurns, in_turn
 from quire.config.pooling import tasks_of
 from quire.engine.adapters import located
 from quire.engine.client import EngineClient, InProcessClient, PlacingClient
@@ -30,12 +31,12 @@ from quire.observe.reader import Metric
 from quire.observe.tracers import make_tracer
 from quire.observe.tracing import Tracer
 from quire.schema.errors import ConfigError, EngineDeadError, InputError, message_of
-from quire.schema.messages import Outputs
+from quire.schema.messages import EngineReady, Outputs
 from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.config import EngineArgs, EngineConfig
+    from quire.config import CacheConfig, EngineArgs, EngineConfig
     from quire.observe.several import SeveralMetrics
     from quire.text.tokenizer import Tokenizer
 
@@ -94,7 +95,7 @@ class Front:
                 folder=self.metrics_folder,
                 num_drafts=config.num_speculative_tokens,
             )
-            metrics.cache_config(dataclasses.asdict(config.cache_config) | {"num_gpu_blocks": ready.num_blocks})
+            metrics.cache_config(dataclasses.asdict(_measured_cache(config, ready)))
             if config.lora_config is not None:
                 metrics.serve_adapters(config.lora_config.max_loras)
             self._engine_metrics.append(metrics)
@@ -239,6 +240,10 @@ def _tokenizer(config: EngineConfig) -> Tokenizer | None:
     return tokenizer
 
 
+def _measured_cache(config: EngineConfig, ready: EngineReady) -> CacheConfig:
+    return config.cache_config.measured(ready.num_blocks, ready.max_concurrency, ready.max_model_len)
+
+
 class EngineCore:
     """The control verbs of an engine as methods: engine_core.reset_prefix_cache()."""
 
@@ -256,7 +261,8 @@ class FrontEngine:
 
     def __init__(self, front: Front) -> None:
         self.front = front
-        self.vllm_config = front.config
+        self.cache_config = _measured_cache(front.config, front.ready)
+        self.vllm_config = dataclasses.replace(front.config, cache_config=self.cache_config)
         self.model_config = front.config.model_config
 
     @property
@@ -276,6 +282,7 @@ class LLMEngine(FrontEngine):
     def __init__(self, vllm_config: EngineConfig, *, own_process: bool = False) -> None:
         super().__init__(Front(vllm_config, own_process=own_process))
         self.engine_core = EngineCore(self.front.client)
+        self.turns = ThreadTurns()
         self._results: list[
             RequestOutput | PoolingRequestOutput[PoolingOutput]
         ] = []  # results of a step that also had a failure to raise
@@ -330,8 +337,10 @@ class LLMEngine(FrontEngine):
         """Requests that are prepared already: all of them, or none."""
         self.front.submit(requests)
 
+    @in_turn
     def step(self) -> list[Any]:
-        """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised."""
+        """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised.
+        Where several threads call it, each result is returned once, to whichever thread was there."""
         if not self._failures and len(self.front.outputs):
             processed = self.front.take(self.front.client.receive())
             self._results += processed.results

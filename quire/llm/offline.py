@@ -3,7 +3,8 @@
 In: prompts, conversations, parameters. Out: lists of RequestOutput (or BeamSearchOutput). Either every prompt of a
 call is taken or, when one is refused, none: where prompts run while later ones are read (those with media, and texts
 that are pooled), the ones before are aborted. Whatever interrupts a call leaves the engine ready for the next one.
-Must not know: how a request is run.
+Calls from several threads take turns; control verbs come between the steps of a call. Must not know: how a request
+is run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, Typ
 
 import msgspec
 
+from quire.base.turns import ThreadTurns, in_turn
 from quire.engine.adapters import located, pair_adapters
 from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.engine import LLMEngine
@@ -62,6 +64,7 @@ class LLM:
         self.input_processor = self.llm_engine.input_processor
         self.io_processor = None
         self.default_sampling_params: dict[str, Any] = dict(self.model_config.default_sampling)
+        self.turns = ThreadTurns()
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, self.llm_engine.front.close)
 
@@ -93,6 +96,7 @@ class LLM:
         listed = _join_legacy(prompts, prompt_token_ids)
         return self._answer(listed, sampling_params, use_tqdm, priority, options, lora_request)
 
+    @in_turn
     def _answer(
         self,
         prompts: list[Any],
@@ -195,6 +199,7 @@ class LLM:
             raise NotBuiltError("mm_processor_kwargs: this model takes text only", param="mm_processor_kwargs")
         return [tokenize_chat(tokenizer, one, **how) for one in conversations]
 
+    @in_turn
     def beam_search(
         self,
         prompts: Any,
@@ -312,6 +317,7 @@ class LLM:
 
         return PoolingCalls(self, self._run)
 
+    @in_turn
     def encode(
         self,
         prompts: Any,
@@ -329,6 +335,7 @@ class LLM:
             list_prompts(prompts), pooling_params, pooling_task, use_tqdm, options, truncate_prompt_tokens
         )
 
+    @in_turn
     def embed(
         self,
         prompts: Any,
@@ -343,6 +350,7 @@ class LLM:
         options = Options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self._pooling.embed(list_prompts(prompts), pooling_params, use_tqdm, options, truncate_prompt_tokens)
 
+    @in_turn
     def classify(
         self,
         prompts: Any,
@@ -373,6 +381,7 @@ class LLM:
             truncate_prompt_tokens=truncate_prompt_tokens, tokenization_kwargs=tokenization_kwargs,
         )  # fmt: skip
 
+    @in_turn
     def score(
         self,
         data_1: Any,

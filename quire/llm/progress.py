@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ class Progress:
     @classmethod
     def make(cls, use_tqdm: bool | Callable[..., Any], *, total: int, words: str) -> Progress:
         """`use_tqdm` is a switch, or whatever builds a bar when called like tqdm."""
-        if use_tqdm is False:
+        if use_tqdm is False or (use_tqdm is True and sys.stderr is None):  # closed, as under some services
             return cls(None)
         if use_tqdm is not True and not callable(use_tqdm):
             raise InputError(f"use_tqdm must be a bool or build a bar when called, got {use_tqdm!r}", param="use_tqdm")

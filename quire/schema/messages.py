@@ -21,7 +21,7 @@ def check_address(address: str) -> None:
     """Of a mailbox on another machine; "" is none."""
     match = _ADDRESS.fullmatch(address)
     if address and not (match and max(map(int, match.groups()[:4])) < 256 and 0 < int(match[5]) <= _LAST_PORT):
-        raise ValueError(f"{address[:80]!r} is no address of a mailbox")
+        raise ValueError(f"{address[:80]!r} is not the address of a mailbox")
 
 
 class FinishReason(enum.StrEnum):
@@ -163,6 +163,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_model_len: int
     vocab_size: int
     block_size: int
+    max_concurrency: float = 0.0  # requests of max_model_len tokens that the KV cache has room for; 0: it has no blocks
     start_seconds: dict[str, float] = {}  # the outer phases by name, and "total"
     phases: tuple[StartPhase, ...] = ()  # all of them, in order of their ends
     client: int = 0  # which client of the engine this answers; part of the names it gives to requests

@@ -31,6 +31,8 @@ def test_registry_loads_on_use_and_suggests():
     assert registry.get("own") == 5 and "own" in registry and set(registry) == {"throttle", "broken", "own"}
     with pytest.raises(LookupError, match="did you mean 'throttle'"):
         registry.get("throtle")
+    with pytest.raises(LookupError, match=r"^unknown clock 'x'\. Known: broken, own, throttle$"):
+        registry.get("x")
     with pytest.raises(ImportError):
         registry.get("broken")
 
@@ -47,6 +49,26 @@ def test_environment_is_read_once_with_both_spellings(monkeypatch):
     monkeypatch.setenv("QUIRE_LOGGING_LEVEL", "LOUD")
     variable.forget()
     with pytest.raises(ValueError, match="QUIRE_LOGGING_LEVEL='LOUD': choose one of"):
+        variable.get()
+    monkeypatch.undo()
+    variable.forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("QUIRE_CPU_KVCACHE_SPACE", "abc", "write a number of GiB, 0 or more"),
+        ("QUIRE_CPU_KVCACHE_SPACE", "nan", "write a number of GiB, 0 or more"),
+        ("OMP_NUM_THREADS", "abc", "write a whole number"),
+        ("QUIRE_DP_RANK", "1.5", "write a whole number"),
+        ("QUIRE_PORT", "http", "write a port number"),
+    ],
+)
+def test_a_variable_that_is_no_number_says_what_to_write(monkeypatch, name, value, wanted):
+    monkeypatch.setenv(name, value)
+    variable = env.ALL[name.removeprefix("QUIRE_")]
+    variable.forget()
+    with pytest.raises(env.VariableError, match=rf"environment variable {name}='{value}': {wanted}$"):
         variable.get()
     monkeypatch.undo()
     variable.forget()

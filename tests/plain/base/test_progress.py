@@ -18,6 +18,7 @@ from quire.base import clock
 from quire.base import progress as shown
 from quire.base.fetch import FetchPolicy, download
 from quire.base.log import logger
+from quire.llm.progress import Progress
 
 LOG = logger("quire.test_progress")
 
@@ -155,6 +156,15 @@ def test_a_download_shows_itself(ticking: Clock, monkeypatch: pytest.MonkeyPatch
     into = io.BytesIO()
     assert download("https://files.example/a", into, FetchPolicy(max_bytes=10_000_000)) == 3_000_000
     assert said[0].startswith("Fetching from files.example: 1.05 MB of 3 MB (34%)")
+
+
+def test_a_program_whose_stderr_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with shown.progress(LOG, "Loading", 10) as advance:
+        advance(10)
+    bar = Progress.make(True, total=1, words="Prompts")
+    bar.advance()
+    bar.close()
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,7 @@ def test_processes_answer_and_one_is_killed(options: dict[str, Any]) -> None:
     try:
         pids = [one.pid for one in client.readies]
         assert len({os.getpid(), *pids}) == 3 and ready.num_blocks == sum(one.num_blocks for one in client.readies)
+        assert ready.max_concurrency == sum(one.max_concurrency for one in client.readies) > 0
         assert client.call("collective_rpc", "num_rows") == [0, 0] and client.call("is_paused") is False
         batch = [request(str(i), max_tokens=400, sleep=0.01) for i in range(4)]
         places = {one.request_id: client.place([one]) for one in batch}

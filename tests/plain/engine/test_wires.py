@@ -22,7 +22,7 @@ from quire.base.folders import remove_folder
 from quire.base.net import free_port, host_ip, join_host_port
 from quire.base.procs import Child
 from quire.base.sockets import PeerGoneError, Wire, private_folder
-from quire.engine.client import held_interrupt
+from quire.base.turns import HeldSignals
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import (
     Abort,
@@ -283,6 +283,30 @@ def test_ctrl_c_is_the_parents(tmp_path):
     started.stop(0.0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_the_parents_from_the_first_moment(number):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    started = Child("builtins:exec", None, name="a child")
+    os.kill(started.pid, number)  # long before its interpreter is ready
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    started.send_boot(b"import os, signal; os._exit(9 + len(signal.pthread_sigmask(signal.SIG_BLOCK, ())))")
+    assert started.wait(60.0)
+    assert "exit code 9" in started.why_dead()
+    started.stop(0.0)
+
+
+def test_a_child_of_a_process_with_closed_streams():
+    """Whose numbers nothing else gets: what native code prints must not go into a socket."""
+    code = (
+        "from quire.base.procs import Child\n"
+        "child = Child('builtins:exec', b'import os, sys; os._exit(7 if sys.stderr.fileno() == 2 else 8)', name='c')\n"
+        "child.wait(60.0)\n"
+        "raise SystemExit(child.exit_code)\n"
+    )
+    shell = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(shell, timeout=300).returncode == 7
+
+
 def test_a_child_leaves_when_its_parent_is_killed(tmp_path):
     program = tmp_path / "parent.py"
     program.write_text(
@@ -319,18 +343,43 @@ def _wait_until(test) -> None:
 
 def test_an_interrupt_waits_for_the_end_of_a_block():
     done = []
-    with pytest.raises(KeyboardInterrupt), held_interrupt():
+    with pytest.raises(KeyboardInterrupt), HeldSignals():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
         done.append(1)
     assert done == [1]
-    with pytest.raises(KeyboardInterrupt), held_interrupt():
+    with pytest.raises(KeyboardInterrupt), HeldSignals():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
         done.append(2)
     assert done == [1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_a_program_wait_for_the_end_of_a_block_too():
+    came = []
+
+    def handle(number, frame):
+        came.append((number, frame.f_code.co_name))
+        raise TimeoutError(str(number))
+
+    numbers = (signal.SIGALRM, signal.SIGUSR1)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        with pytest.raises(TimeoutError), HeldSignals():
+            _raise_all(numbers)
+            assert not came
+        assert came == [(number, "_raise_all") for number in numbers]
+        assert all(signal.getsignal(number) is handle for number in numbers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise_all(numbers) -> None:
+    for number in numbers:
+        signal.raise_signal(number)
 
 
 # ---- the host

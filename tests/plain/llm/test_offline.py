@@ -6,7 +6,10 @@ import dataclasses
 import functools
 import gc
 import signal
+import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -306,7 +309,16 @@ def test_metrics_need_statistics(folder):
         assert found["vllm:generation_tokens"].value == 10
         assert found["vllm:prompt_tokens"].value == 4
         assert found["vllm:request_success"]
-        assert found["vllm:cache_config_info"].labels["num_gpu_blocks"].isdigit()
+        labels, cache = found["vllm:cache_config_info"].labels, llm.llm_engine.vllm_config.cache_config
+        assert labels["num_gpu_blocks"] == str(cache.num_gpu_blocks) and labels["num_gpu_blocks"].isdigit()
+
+
+def test_what_the_kv_cache_has_room_for_stands_in_the_config(folder):
+    assert EngineArgs(model=folder).create_engine_config().cache_config.num_gpu_blocks is None
+    with LLM(folder, max_model_len=64, num_gpu_blocks_override=12, block_size=16) as llm:
+        cache = llm.llm_engine.vllm_config.cache_config
+        assert (cache.num_gpu_blocks, cache.kv_cache_max_concurrency, cache.kv_cache_size_tokens) == (12, 3.0, 192)
+        assert llm.llm_engine.cache_config is cache
 
 
 def test_engine_args_make_the_same_engine(folder):
@@ -449,3 +461,73 @@ def test_an_interrupt_during_a_verb_leaves_the_step_whole(folder):
         with pytest.raises(KeyboardInterrupt):
             llm.reset_prefix_cache()
         assert ended(engine) == {"r": "ababa"}
+
+
+def test_threads_take_turns_and_get_the_answers_of_serial_calls(llm):
+    prompts = [["ab", "cde"], ["xy"], ["pqr", "st", "uvw"], ["k"]] * 2
+    params = SamplingParams(max_tokens=20)
+    alone = [texts(llm.generate(one, params, use_tqdm=False)) for one in prompts]
+
+    def ask(one):
+        with pytest.raises(InputError):
+            llm.generate(one, SamplingParams(max_tokens=0), use_tqdm=False)
+        answers = texts(llm.generate(one, params, use_tqdm=False))
+        llm.collective_rpc("tests.fake_engine:double", args=(1,))
+        llm.reset_prefix_cache()
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, prompts, timeout=60)) == alone
+
+
+def test_a_verb_comes_between_the_steps_of_another_threads_call(llm):
+    llm.call("pause")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(llm.generate, "ab", SHORT, use_tqdm=False)
+        while not llm.llm_engine.get_num_unfinished_requests():
+            pass
+        llm.call("resume")
+        assert texts(answer.result(60)) == ["ababa"]
+
+
+def test_one_thread_may_add_requests_while_another_steps(inside, monkeypatch):
+    engine, names = inside.llm_engine, [str(number) for number in range(40)]
+    loop, in_step, cut = engine.front.client.loop, threading.Event(), []
+    step, submit = loop.step, loop.submit
+
+    def slow_step():
+        in_step.set()
+        time.sleep(0.001)  # another thread runs
+        outputs = step()
+        in_step.clear()
+        return outputs
+
+    monkeypatch.setattr(loop, "step", slow_step)
+    monkeypatch.setattr(loop, "submit", lambda request: (cut.append(in_step.is_set()), submit(request)))
+    adding = threading.Thread(target=lambda: [engine.add_request(name, "ab", SHORT) for name in names])
+    adding.start()
+    found: dict[str, str] = {}
+    while len(found) < len(names):
+        found |= {one.request_id: one.outputs[0].text for one in engine.step() if one.finished}
+    adding.join()
+    assert found == dict.fromkeys(names, "ababa") and cut == [False] * len(names)
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR2, signal.SIGINT])
+def test_a_signals_handler_that_raises_ends_the_call_and_not_the_engine(inside, monkeypatch, number):
+    loop = inside.llm_engine.front.client.loop
+    plan = loop.scheduler.plan
+    monkeypatch.setattr(loop.scheduler, "plan", lambda: (plan(), signal.raise_signal(number))[0])
+
+    def handle(number, frame):
+        raise TimeoutError("deadline")
+
+    before = signal.signal(number, handle)
+    try:
+        with pytest.raises(TimeoutError, match="deadline"):
+            inside.generate(["ab"] * 3, SHORT, use_tqdm=False)
+    finally:
+        signal.signal(number, before)
+    monkeypatch.undo()
+    assert not loop.scheduler.has_unfinished() and inside.llm_engine.get_num_unfinished_requests() == 0
+    assert texts(inside.generate("ab", SHORT, use_tqdm=False)) == ["ababa"]
