@@ -8,8 +8,8 @@ hashes, which all forks share, that modules are not taken apart at the end, whic
 transformers, and its parent, which is the interpreter: processes that a fork starts through quire.base.procs are forks
 beside it. Files that use it run at least one program of each kind in a process of its own.
 
-The processes of a test run (pytest-xdist) are forks of one such interpreter too, which has more imported (TESTED), and
-those interpreters that they need themselves are forks of the first, which has not.
+With FORKED_TESTS=1 the processes of a test run (pytest-xdist) are forks of one such interpreter too, which has more
+imported (TESTED), and those interpreters that they need themselves are forks of the first, which has not.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def read_elsewhere(
     path = os.path.expanduser(source)
     if path.endswith(".json") and os.path.isfile(path):
         return read_json(*os.path.split(path))
-    return read_json(locate(path, revision, download_dir, token, weights=False).path, "config.json")
+    located = locate(path, revision, download_dir, token, weights=False, option="hf_config_path")
+    return read_json(located.path, "config.json")
 
 
 def is_mistral(path: str, form: str) -> bool:

@@ -42,8 +42,10 @@ def locate(
     ignore_patterns: Sequence[str] = (),
     *,
     weights: bool = True,
+    option: str = "model",
 ) -> Located:
-    """Find a model on this machine, or download it. `weights=False` downloads only the small files (a tokenizer)."""
+    """Find a model on this machine, or download it. `weights=False` downloads only the small files (a tokenizer).
+    `option`: what named it, for messages."""
     if not model:
         return Located(embedded.find(), "gguf", embedded.NAME)
     path = os.path.expanduser(model)
@@ -52,14 +54,14 @@ def locate(
     if os.path.isfile(path):
         if not path.endswith(".gguf"):
             raise ModelNotFoundError(
-                f"model {model!r} is a file, but not a .gguf file; name a folder, a .gguf file or a hub id",
-                param="model",
+                f"{option} {model!r} is a file, but not a .gguf file; name a folder, a .gguf file or a hub id",
+                param=option,
             )
         return Located(path, "gguf", model)
     name = _HUB_PREFIX.sub("", model, count=1) if _HUB_PREFIX.match(model) else model
     if path.endswith(".gguf") or path.startswith((".", os.sep)) or not _HUB_ID.fullmatch(name):
-        raise ModelNotFoundError(f"model {model!r}: there is no such folder or file", param="model", value=model)
-    return _hub(name, revision, download_dir, token, ignore_patterns, weights)
+        raise ModelNotFoundError(f"{option} {model!r}: there is no such folder or file", param=option, value=model)
+    return _hub(name, revision, download_dir, token, ignore_patterns, weights, option)
 
 
 def _folder(path: str, name: str, variant: str = "") -> Located:
@@ -86,6 +88,7 @@ def _hub(
     token: bool | str | None,
     ignore_patterns: Sequence[str],
     weights: bool,
+    option: str,
 ) -> Located:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtraError(f"fetching {model!r} from the model hub", "hub", "huggingface_hub")
@@ -108,7 +111,7 @@ def _hub(
         # Without patterns, a copy of which one format of the weights was fetched would count as incomplete.
         path = download(**ask, local_files_only=True, allow_patterns=list(_SMALL))
     except failures as absent:
-        raise ModelNotFoundError(_hub_message(model, why or absent), param="model", value=model) from None
+        raise ModelNotFoundError(_hub_message(option, model, why or absent), param=option, value=model) from None
     if why is not None:
         log.warning("%s: the hub did not answer (%s); using the copy in the local cache", model, first_line(why))
     return _folder(path, model, variant)
@@ -139,23 +142,25 @@ def _hub_failures() -> tuple[type[BaseException], ...]:
     return (*above, *(load(f"huggingface_hub.errors:{name}") for name in named))
 
 
-def _hub_message(model: str, why: BaseException) -> str:
+def _hub_message(option: str, model: str, why: BaseException) -> str:
     kind = type(why).__name__
     if kind == "GatedRepoError":
-        return f"model {model!r} needs permission: accept its terms on the hub and set HF_TOKEN"
+        return f"{option} {model!r} needs permission: accept its terms on the hub and set HF_TOKEN"
     if kind == "RevisionNotFoundError":
-        return f"model {model!r} has no such revision on the model hub"
+        return f"{option} {model!r} has no such revision on the model hub"
     if kind == "RepositoryNotFoundError":
-        return f"model {model!r} is not a folder or file here and not on the model hub (or it is private: set HF_TOKEN)"
+        return (
+            f"{option} {model!r} is not a folder or file here and not on the model hub (or it is private: set HF_TOKEN)"
+        )
     if kind == "IncompleteSnapshotError":
-        return f"model {model!r} is only partly in the local cache: {first_line(why)}"
+        return f"{option} {model!r} is only partly in the local cache: {first_line(why)}"
     if env.HF_HUB_OFFLINE.get():
         return (
-            f"model {model!r} is not a folder or file here nor in the local cache, and HF_HUB_OFFLINE forbids asking "
-            "the model hub"
+            f"{option} {model!r} is not a folder or file here nor in the local cache, and HF_HUB_OFFLINE forbids "
+            "asking the model hub"
         )
     return (
-        f"model {model!r} is not a folder or file here nor in the local cache, and the model hub cannot be reached "
+        f"{option} {model!r} is not a folder or file here nor in the local cache, and the model hub cannot be reached "
         f"({kind}: {first_line(why)})"
     )
 

@@ -142,4 +142,11 @@ def help_text(o: Option) -> str:
         text += f" Not available yet{works}."
     elif o.status is INERT:
         text += f" No effect: {o.why}."
-    return f"{text} Default: {o.unset if o.unset != () else '[]'}.".replace("%", "%%")
+    return f"{text} Default: {_written(o.unset)}.".replace("%", "%%")
+
+
+def _written(default: Any) -> str:
+    """As one would write it after the flag."""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)) or "[]"
+    return "''" if default == "" else str(default)

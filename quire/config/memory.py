@@ -3,6 +3,7 @@
 Declarations only (see option.py); values are resolved in resolve.py.
 """
 
+import dataclasses
 from typing import Any, ClassVar, Literal
 
 from quire.config.model import dtype_name, lower
@@ -73,6 +74,19 @@ class CacheConfig(Group):
     is_attention_free: bool = False
     sliding_window: int | None = None  # set when every layer has the same window
     user_specified_block_size: bool = False
+    num_gpu_blocks: int | None = None  # from here on: of an engine that runs; see `measured`
+    num_cpu_blocks: int | None = None  # nothing is swapped out
+    kv_cache_size_tokens: int | None = None
+    kv_cache_max_concurrency: float | None = None  # requests of max_model_len tokens that fit at once
+
+    def measured(self, num_blocks: int, max_concurrency: float, max_model_len: int) -> "CacheConfig":
+        """The same with what an engine found when it started."""
+        return dataclasses.replace(
+            self,
+            num_gpu_blocks=num_blocks,
+            kv_cache_size_tokens=int(max_concurrency * max_model_len),
+            kv_cache_max_concurrency=max_concurrency,
+        )
 
 
 @group

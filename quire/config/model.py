@@ -7,9 +7,9 @@ resolution fills them.
 from dataclasses import field
 from typing import Any, Literal
 
-from quire.checkpoint.facts import ModelFacts
 from quire.checkpoint.quantization import ANY_OF, FAMILIES, FORMATS, NEAREST
 from quire.checkpoint.sentence import SentenceFiles
+from quire.config.described_model import DescribedModel
 from quire.config.local import names_of
 from quire.config.option import LATER, Group, group, option
 from quire.config.rounding import ONLINE_ONLY, rounding_settings
@@ -57,6 +57,18 @@ def first_name(value: Any) -> Any:
             raise ConfigError("served_model_name is an empty list; name at least one", param="served_model_name")
         return value[0]
     return value
+
+
+def served_names(value: Any) -> tuple[str, ...]:
+    """As the option has them. An empty one is most likely an unset shell variable."""
+    names = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(name.strip() for name in names):
+        raise ConfigError(
+            f"served_model_name is {value!r}: a name has at least one character; omit it to use the model's own",
+            param="served_model_name",
+            value=value,
+        )
+    return names
 
 
 def patch_only(value: Any) -> Any:
@@ -109,6 +121,7 @@ class PoolerConfig(Group):
 
 
 MODALITIES = ("image", "video", "audio")
+MOST_ITEMS = 999  # of a modality in one prompt, where nothing is said
 
 
 _ITEM_SIZES = {"image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",)}
@@ -125,7 +138,7 @@ def item_limits(value: Any) -> Any:
                 f"limit_mm_per_prompt names {modality!r:.60}; modalities are {', '.join(MODALITIES)}",
                 param="limit_mm_per_prompt",
             )
-        count = limit.get("count", 999) if isinstance(limit, dict) else limit
+        count = limit.get("count", MOST_ITEMS) if isinstance(limit, dict) else limit
         if isinstance(count, int) and count < 0:
             raise ConfigError(f"limit_mm_per_prompt of {modality} is {count}; it cannot be less than 0")
         for name, size in (limit if isinstance(limit, dict) else {}).items():
@@ -178,6 +191,13 @@ class MultiModalConfig(Group):
         False, "Keep media where they stand between texts, in templates that take content as a string."
     )
 
+    def get_limit_per_prompt(self, modality: str) -> int:
+        """Most items of a modality in one prompt."""
+        if self.language_model_only:
+            return 0
+        limit = self.limit_per_prompt.get(modality, MOST_ITEMS)
+        return limit.get("count", MOST_ITEMS) if isinstance(limit, dict) else limit
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mm_processor_cache_type != "shm" and self.mm_shm_cache_max_object_size_mb != 128:
@@ -212,7 +232,7 @@ def read_length(value: Any) -> Any:
 
 
 @group
-class ModelConfig(Group):
+class ModelConfig(DescribedModel):
     """Which model, tokenizer, precision and context length."""
 
     model: str = option(
@@ -268,11 +288,12 @@ class ModelConfig(Group):
         take=quantization_name, why="checkpoints of these formats can be loaded: " + ", ".join(("gguf", *FORMATS)),
     )  # fmt: skip
     quantization_config: dict[str, Any] | None = option(
-        None, 'Rounding at load: {"lm_head": "int8"} rounds the output matrix too (int8_wo and int4_wo do), null '
-        "leaves it in 16 bits.", take=rounding_settings, accepts=dict[str, Any] | None,
+        None, 'Rounding at load, on a GPU: {"lm_head": "int8"} or "fp8" rounds the output matrix to that (int8_wo, '
+        "int4_wo, fp8 and ptpc_fp8: int8), null leaves it in 16 bits.", take=rounding_settings,
+        accepts=dict[str, Any] | None,
     )  # fmt: skip
     enforce_eager: bool = option(False, "No compilation and no CUDA graphs; no effect on CPU.")
-    max_logprobs: int = option(20, "Most log probabilities per token a request may ask for; -1 is no limit.", low=-1)
+    max_logprobs: int = option(20, "Most log probabilities per token a request may ask for; -1 means no limit.", low=-1)
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
         "raw_logprobs", "Log probabilities or logits, before (raw) or after (processed) penalties and temperature."
     )
@@ -321,14 +342,23 @@ class ModelConfig(Group):
     path: str = ""  # the folder or .gguf file
     part_paths: dict[str, str] = field(default_factory=dict)  # folders of parts that it names (checkpoint/parts.py)
     served_model_names: tuple[str, ...] = ()
-    hf_config: dict[str, Any] = field(default_factory=dict)  # raw configuration after hf_overrides
-    facts: ModelFacts = field(default_factory=ModelFacts)
-    default_sampling: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
     original_max_model_len: int | None = None  # as requested
     model_weights: str = ""
     weight_form: str = "plain"  # plain | stored (blocks or codes of the checkpoint) | int8, int4, fp8 (rounded at load)
-    head_form: str = ""  # what the output matrix is rounded to at load on a GPU: int8, or nothing
+    head_form: str = ""  # what the output matrix is rounded to at load on a GPU: int8, fp8, or nothing
+
+    @property
+    def runner_type(self) -> str:
+        return self.runner
+
+    @property
+    def convert_type(self) -> str:
+        return self.convert
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantization is not None
 
     @property
     def architecture(self) -> str:

@@ -8,6 +8,7 @@ Must not know: which options exist (the group files), argparse (flags.py), or mo
 import dataclasses
 import difflib
 import enum
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -139,8 +140,23 @@ class Group:
     def __delattr__(self, name: str) -> None:
         raise dataclasses.FrozenInstanceError(f"{type(self).__name__} is frozen")
 
+    def compute_hash(self) -> str:
+        """The same for equal options, whatever was resolved or measured since; secrets do not count."""
+        return hashlib.sha256(msgspec.json.encode(_options_of(self), order="sorted")).hexdigest()[:10]
+
     def __hash__(self) -> int:
         raise TypeError(f"{type(self).__name__} holds mappings, so it has no hash")
+
+
+def _options_of(group: Group) -> dict[str, Any]:
+    """The values of a group's options, and those of the groups in it."""
+    declared = declarations(type(group))
+    values = ((field.name, getattr(group, field.name)) for field in fields(group))
+    return {
+        name: _options_of(value) if isinstance(value, Group) else value
+        for name, value in values
+        if (name in declared or isinstance(value, Group)) and name not in _SECRETS
+    }
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -164,7 +164,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         hints = []
         for arg in wrong:
             name = arg.partition("=")[0].partition(".")[0].replace("_", "-")
-            if name.startswith("-") and (near := get_close_matches(name, known, n=1)):
+            alike = [flag for flag in known if flag.startswith("--") or not name.startswith("--")]
+            if name.startswith("-") and (near := get_close_matches(name, alike, n=1)):
                 hints.append(near[0])
         return f" (did you mean {', '.join(hints)}?)" if hints else ""
 
@@ -208,6 +209,7 @@ class _OptionFile:
                 content = load("yaml:safe_load")(file)
         except (load("yaml:YAMLError"), UnicodeDecodeError) as wrong:
             parser.error(f"--config {path}: not readable as YAML: {wrong}")
+        content = {} if content is None else content  # nothing, or only comments
         if not isinstance(content, dict):
             parser.error(f"--config {path}: expected a mapping of option names to values, got {type(content).__name__}")
         for key, value in content.items():

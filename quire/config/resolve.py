@@ -27,7 +27,7 @@ from quire.config.engine import EngineConfig, replace
 from quire.config.engines import check_engines
 from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
-from quire.config.model import ModelConfig
+from quire.config.model import ModelConfig, served_names
 from quire.config.outside import registered
 from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
 from quire.config.ranks import check_ranks, check_shares, divide_contexts, spread_experts
@@ -84,6 +84,7 @@ def find_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     model, files = config.model_config, config.load_config
     if requested.get("model") == "":  # most likely an unset shell variable, not a request for the embedded model
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or omit it", param="model")
+    names = served_names(requested.get("served_model_name"))
     parallel = config.parallel_config  # Ray may start an engine on this machine, which then finds this folder
     has_engines = parallel.data_parallel_size_local > 0 or parallel.data_parallel_backend == "ray"
     located = locate(
@@ -92,8 +93,7 @@ def find_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     )  # fmt: skip
     if not model.model:
         log.info("No model was named: using the embedded %s", located.name)
-    served = requested.get("served_model_name")
-    names = tuple(served) if isinstance(served, list | tuple) else (model.served_model_name or located.name,)
+    names = names or (model.served_model_name or located.name,)
     changes = {"path": located.path, "served_model_name": names[0], "served_model_names": names}
     if not model.model:
         changes["model"] = located.name
@@ -107,7 +107,8 @@ def find_tokenizer(requested: Requested, config: EngineConfig) -> EngineConfig:
     source = model.tokenizer or model.path
     if model.tokenizer and not os.path.exists(os.path.expanduser(model.tokenizer)):
         files = config.load_config
-        source = locate(model.tokenizer, revision, files.download_dir, model.hf_token, weights=False).path
+        where = partial(locate, weights=False, option="tokenizer")
+        source = where(model.tokenizer, revision, files.download_dir, model.hf_token).path
     skip = model.skip_tokenizer_init or config.tokens_only
     source = os.path.expanduser(source)
     model = replace(model, tokenizer=source, tokenizer_revision=revision, skip_tokenizer_init=skip)
@@ -345,8 +346,12 @@ def choose_length(requested: Requested, config: EngineConfig) -> EngineConfig:
 
 
 def _checked_length(length: int, limit: int) -> int:
-    if length < 1:
-        raise ConfigError(f"max_model_len must be at least 1, or -1 for auto; got {length}", param="max_model_len")
+    if length < 2:
+        raise ConfigError(
+            f"max_model_len must be at least 2 (one token in, one out), or -1 for auto; got {length}",
+            param="max_model_len",
+            value=length,
+        )
     if length <= limit:
         return length
     if env.ALLOW_LONG_MAX_MODEL_LEN.get():

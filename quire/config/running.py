@@ -29,14 +29,15 @@ class SchedulerConfig(Group):
         0.0,
         "Target for the time between tokens of a decoding request while prompts are computed, in milliseconds: "
         "limits the prompt tokens of a step, on a GPU not below 512 and not while many prompts wait, on a CPU not "
-        "below 64. 0 is no target; unset is 12 for a server on a GPU, 500 for one on a CPU, else 0.", unset=None, low=0,
+        "below 64. 0 means no target; unset is 12 for a server on a GPU, 500 for one on a CPU, else 0.",
+        unset=None, low=0,
     )  # fmt: skip
     max_num_queued_reqs: int | None = option(
-        None, "Most queued requests; more are refused. 0 is no limit; unset is 10000 for a server, else no limit.",
+        None, "Most queued requests; more are refused. 0 means no limit; unset is 10000 for a server, else no limit.",
         low=0,
     )  # fmt: skip
     max_num_queued_tokens: int | None = option(
-        None, "Most queued prompt tokens; more are refused. 0 is no limit; unset is 4M for a server (at least 8 "
+        None, "Most queued prompt tokens; more are refused. 0 means no limit; unset is 4M for a server (at least 8 "
         "prompts of max_model_len), else no limit.", low=0, human=True,
     )  # fmt: skip
     max_num_partial_prefills: int = option(1, "Prompts that may be partially computed at once.", low=1)
@@ -65,6 +66,10 @@ class SchedulerConfig(Group):
     # results
     runner_type: str = "generate"
     is_multimodal_model: bool = False
+
+    @property
+    def chunked_prefill_enabled(self) -> bool:
+        return self.enable_chunked_prefill
 
     @property
     def max_num_encoder_input_tokens(self) -> int:
@@ -226,6 +231,15 @@ class ParallelConfig(Group):
     def place_here(self) -> int:
         """Of the engine, among those of this machine."""
         return self.data_parallel_rank_local or 0
+
+    @property
+    def data_parallel_index(self) -> int:
+        return self.data_parallel_rank
+
+    @property
+    def use_ray(self) -> bool:
+        """The workers are actors."""
+        return self.distributed_executor_backend == "ray"
 
     @property
     def world_size(self) -> int:

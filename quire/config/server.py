@@ -126,7 +126,7 @@ class ServerConfig(Group):
     )  # fmt: skip
     body_timeout: float = option(
         60.0, "Quire only. Seconds in which a request's body must arrive, plus one for each 64 KiB of it; slower "
-        "ones get 408. 0 is no limit.", low=0,
+        "ones get 408. 0 means no limit.", low=0,
     )  # fmt: skip
     max_connections: int | None = option(
         None, "Quire only. Maximum connections per process; further ones get 503 and Retry-After. Unset follows "

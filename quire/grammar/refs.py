@@ -66,7 +66,7 @@ class References:
     def _named(self, node: Mapping[str, Any]) -> object:
         text = node["$ref"]
         if not isinstance(text, str):
-            raise _refuse(text, "is no string")
+            raise _refuse(text, "is not a string")
         address, _, fragment = text.partition("#")
         base = self._bases.get(id(node), "")
         if address:
@@ -98,7 +98,7 @@ def _join(base: str, address: str) -> str:
     try:
         return urljoin(base, address).partition("#")[0]
     except ValueError:
-        raise _refuse(address, "is no address") from None
+        raise _refuse(address, "is not an address") from None
 
 
 def _refuse(reference: object, why: str) -> InputError:

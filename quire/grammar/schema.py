@@ -131,8 +131,8 @@ def _read_references(referring: list[Mapping[str, Any]], references: References,
     for node in referring:
         target = references.find(node)
         if not references.is_plain(node):
-            needs.note("a '$ref' that is no plain pointer")
-            needs.keywords["a '$ref' that is no plain pointer"] = None
+            needs.note("a '$ref' that is not a plain pointer")
+            needs.keywords["a '$ref' that is not a plain pointer"] = None
         if isinstance(target, Mapping) and not references.entered(target):
             extra[id(target)] = _Subschema(target, f"/…/{str(node['$ref']).rpartition('/')[2]}", 0, "")
     return list(extra.values())

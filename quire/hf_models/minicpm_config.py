@@ -60,10 +60,10 @@ def minicpmv_encoder(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def _check_divisors(vision: Mapping[str, int], width: Any) -> None:
     if width % HEAD:
-        raise ConfigError(f"hidden_size = {width} is no multiple of {HEAD}", param="hidden_size", value=width)
+        raise ConfigError(f"hidden_size = {width} is not a multiple of {HEAD}", param="hidden_size", value=width)
     size, heads = vision["hidden_size"], vision["num_attention_heads"]
     if size % heads:
-        raise ConfigError(f"hidden_size = {size} of vision_config is no multiple of its {heads} heads",
+        raise ConfigError(f"hidden_size = {size} of vision_config is not a multiple of its {heads} heads",
                           param="vision_config", value=size)  # fmt: skip
     if vision["image_size"] < vision["patch_size"]:
         raise ConfigError(f"image_size = {vision['image_size']} of vision_config is less than a patch",

@@ -149,5 +149,5 @@ def _file(value: Any, where: str) -> MediaRef:
     if not isinstance(data, str):
         raise InputError(f"{where} has a file without file_data", param="messages")
     if data.startswith("data:") and not data.startswith("data:image/"):
-        raise NotBuiltError(f"{where} has a file that is no image: {data[:60]!r}", param="messages")
+        raise NotBuiltError(f"{where} has a file that is not an image: {data[:60]!r}", param="messages")
     return MediaRef(url=data)

@@ -63,7 +63,8 @@ def place(
         )
     log.info(
         "KV cache: %d blocks in %d group(s), %.2f GiB, holds %.1f requests of max_model_len=%d",
-        layout.num_blocks, len(layout.groups), layout.total_bytes / GIB, layout.num_blocks / need, max_model_len,
+        layout.num_blocks, len(layout.groups), layout.total_bytes / GIB,
+        max_concurrency(layout, max_model_len, max_num_batched_tokens), max_model_len,
     )  # fmt: skip
     return layout
 
@@ -105,6 +106,12 @@ def blocks_needed(layout: KVLayout, length: int, max_num_batched_tokens: int | N
     """Blocks that one request of `length` tokens may hold at once, over all groups."""
     chunk = length if max_num_batched_tokens is None else max_num_batched_tokens
     return sum(make_policy(group).peak(length, chunk) for group in layout.groups)
+
+
+def max_concurrency(layout: KVLayout, length: int, max_num_batched_tokens: int | None = None) -> float:
+    """Requests of `length` tokens that there is room for at once; 0 in a layout without blocks."""
+    need = blocks_needed(layout, length, max_num_batched_tokens)
+    return layout.num_blocks / need if need else 0.0
 
 
 def _room(free_bytes: int | Sequence[int]) -> list[int]:

@@ -54,11 +54,9 @@ class SchedulerSettings:
     joined_media: bool = False  # all items of a prompt are in one step, and attend to each other
 
     def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < 1 or self.max_num_seqs < 1 or self.max_model_len < 2:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} and max_num_seqs={self.max_num_seqs} must be "
-                f"at least 1, max_model_len={self.max_model_len} at least 2 (one token in, one out)"
-            )
+        for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("max_model_len", 2)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}", param=name, value=value)
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_model_len="

@@ -18,6 +18,11 @@ def some(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """'1 line', '2 lines'."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 LONGEST = 2000  # characters of a message
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import enum
 import math
+import operator
 from collections.abc import Mapping
+from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any
 
@@ -199,9 +201,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     def __post_init__(self) -> None:
         if self.logits_processors:
             raise _refuse_callables(self.logits_processors)
-        self._normalize()
-        self._check_numbers()
-        self._check_lists()
+        try:
+            self._check_values()
+        except InputError:
+            if not self._take_numbers():
+                raise
+            self._check_values()
         self._check_flags()
 
     @classmethod
@@ -246,6 +251,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             values["logit_bias"] = self.logit_bias
         values.update(resolved)
         return ResolvedParams(**values)
+
+    def _check_values(self) -> None:
+        self._normalize()
+        self._check_numbers()
+        self._check_lists()
+
+    def _take_numbers(self) -> bool:
+        """Numbers and arrays of other libraries (numpy's are no int) as Python's own; whether there were any. Only
+        where a check failed: others need not pay for it."""
+        changed = False
+        for names, read in ((_WHOLE, _as_int), (_REAL, _as_float), (_ID_LISTS, _as_list)):
+            for name in names:
+                value = getattr(self, name)
+                if (plain := read(value)) is not value:
+                    setattr(self, name, plain)
+                    changed = True
+        return changed
 
     def _normalize(self) -> None:
         if self.logprobs is True:
@@ -349,6 +371,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             raise InputError(f"extra_args must be a dict, got {type(self.extra_args).__name__}", param="extra_args")
 
 
+# Fields by what they hold.
+_WHOLE = (
+    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
+    "thinking_token_budget",
+)  # fmt: skip
+_REAL = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+_ID_LISTS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words_token_ids")
 # Fields that a ResolvedParams takes over as they are, and those that become tuples.
 _TUPLES = ("stop", "stop_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words")
 _KEPT = tuple(
@@ -360,7 +389,7 @@ _kept_values, _tuple_values = attrgetter(*_KEPT), attrgetter(*_TUPLES)
 _MOST_PENALTY = 32.0  # a length to this power, and to its inverse, is still a number
 
 
-class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=True):
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True):
     """How LLM.beam_search searches."""
 
     beam_width: int
@@ -377,6 +406,8 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Tr
                 f"structured_outputs must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
                 param="structured_outputs",
             )
+        self.beam_width, self.max_tokens = _as_int(self.beam_width), _as_int(self.max_tokens)
+        self.temperature, self.length_penalty = _as_float(self.temperature), _as_float(self.length_penalty)
         _check_int("beam_width", self.beam_width, 1)
         _check_int("max_tokens", self.max_tokens, 1)
         _check_float("temperature", self.temperature, 0.0, math.inf)
@@ -454,6 +485,27 @@ def _clean_bias(bias: object) -> dict[int, float]:
     return clean
 
 
+def _as_int(value: Any) -> Any:
+    """An integer of any library as Python's; anything else, and a bool, as it is."""
+    if isinstance(value, int) or not isinstance(value, Integral):
+        return value
+    return operator.index(value)
+
+
+def _as_float(value: Any) -> Any:
+    return value if type(value) in (int, float, bool) or not isinstance(value, Real) else float(value)
+
+
+def _as_list(value: Any) -> Any:
+    """An array as a list, and its items as Python's own, in lists of lists too."""
+    if hasattr(value, "tolist"):
+        return _as_list(value.tolist())
+    if not isinstance(value, (list, tuple)):
+        return _as_int(value)
+    plain = [_as_list(item) for item in value]
+    return value if all(map(operator.is_, plain, value)) else plain
+
+
 def _check_int(name: str, value: object, low: int, high: int | None = None, *, hint: str = "") -> None:
     if type(value) is int and low <= value <= (_MAX_INT if high is None else high):
         return
@@ -471,7 +523,7 @@ def _check_float(name: str, value: object, low: float, high: float, *, open_low:
     if type(value) is float and low < value <= high and value != math.inf:
         return
     limit = f"in {'(' if open_low else '['}{low}, {high}{')' if math.isinf(high) else ']'}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not (type(value) is int or type(value) is float):
         raise InputError(f"{name} must be a number {limit}, got {value!r}", param=name, value=value)
     if math.isnan(value) or math.isinf(value) or value < low or value > high or (open_low and value == low):
         raise InputError(f"{name} must be {limit}, got {value}", param=name, value=value)

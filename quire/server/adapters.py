@@ -29,6 +29,7 @@ from quire.server.resolvers import LoRAResolverRegistry, adapter_id
 from quire.server.served import ServedModel, ServedModels
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.server.route import App
     from quire.server.state import ServerState
 
@@ -175,6 +176,13 @@ def read_modules(entries: Iterable[str]) -> list[LoraModule]:
                 raise _wrong_module(entry, "it is neither name=path nor a JSON object")
             modules.append(LoraModule(name, path))
     return modules
+
+
+def check_modules(entries: Iterable[str], config: EngineConfig) -> None:
+    """ConfigError where the option can be seen to be wrong before an engine is there."""
+    read_modules(entries)
+    if config.lora_config is None:
+        raise ConfigError(f"lora_modules: {NOT_ENABLED}", param="lora_modules")
 
 
 def _module_of(parsed: object, entry: object) -> LoraModule:

@@ -30,7 +30,7 @@ from quire.engine.client import EngineClient
 from quire.engine.connect import attach_several
 from quire.engine.process_client import AttachedClient, Mailbox
 from quire.llm.online import AsyncLLM
-from quire.schema.errors import InputError, ShutdownError
+from quire.schema.errors import InputError, ShutdownError, counted
 from quire.server import tls
 from quire.server.adapters import read_modules
 from quire.server.app import build_app
@@ -156,7 +156,7 @@ class Host:
             os._exit(128 + number)  # the engine's process sees that this one is gone, and leaves too
         in_flight = self.state.load.count
         if in_flight:
-            log.info("Stopping: %d requests in flight have %g s to finish", in_flight, self._patience)
+            log.info("Stopping: %s in flight, with %g s to finish", counted(in_flight, "request"), self._patience)
         else:
             log.info("Stopping")
         self._server.should_exit = True

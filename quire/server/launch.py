@@ -29,7 +29,7 @@ from quire.engine.client import EngineClient
 from quire.engine.connect import start_several
 from quire.engine.process_client import Begun, ProcessClient
 from quire.schema.errors import ConfigError
-from quire.server.starting import failures_told, open_engine, say_ready, start_errors
+from quire.server.starting import failures_told, open_engine, raise_again, say_ready, start_errors
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -43,18 +43,7 @@ def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Sequen
     """Until it is told to stop (exit status 0) or all engines are dead (1). `begun`: engine processes that wait."""
     apply_logging(config.logging_config)
     with _terminated():
-        if options.tls:
-            from quire.server.tls import settings  # lazy
-
-            settings(options)  # wrong files are named now
-        if options.tool_call_parser or config.structured_outputs_config.reasoning_parser:
-            from quire.server.served import choose_parsers  # lazy
-
-            choose_parsers(config, options)  # and so are wrong parsers
-        if options.tool_server:
-            from quire.server.tool_server import ToolServer  # lazy
-
-            ToolServer.of(options.tool_server)
+        check_options(options, config)
         with listener(options) as (opened, url):
             say_start(config)
             warn_if_open(options, opened)
@@ -64,6 +53,30 @@ def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Sequen
                 status: int = supervise(options, config, opened, url, laps, begun)
                 return status
             return _serve_alone(options, config, opened, url, laps, begun)
+
+
+def check_options(options: ServerConfig, config: EngineConfig) -> None:
+    """What is wrong with files, names and texts is said before a model is loaded."""
+    if options.tls:
+        from quire.server.tls import settings  # lazy
+
+        settings(options)
+    if options.tool_call_parser or config.structured_outputs_config.reasoning_parser:
+        from quire.server.served import choose_parsers  # lazy
+
+        choose_parsers(config, options)
+    if options.chat_template is not None:
+        from quire.text.chat import check_template  # lazy
+
+        check_template(options.chat_template)
+    if options.lora_modules:
+        from quire.server.adapters import check_modules  # lazy
+
+        check_modules(options.lora_modules, config)
+    if options.tool_server:
+        from quire.server.tool_server import ToolServer  # lazy
+
+        ToolServer.of(options.tool_server)
 
 
 def _serve_alone(
@@ -86,8 +99,10 @@ def _serve_alone(
 
         with failures_told(engine.front.client) as passed_on:
             status: int = passed_on(run(engine, options, opened, say))
+        dead = engine.front.client.dead if status else None
     finally:
         engine.shutdown()
+    raise_again(dead)
     return status
 
 
@@ -115,10 +130,7 @@ def serve_rendering(options: ServerConfig, config: EngineConfig, laps: Laps) -> 
             param="api_server_count",
         )
     with _terminated():
-        if options.tls:
-            from quire.server.tls import settings  # lazy
-
-            settings(options)
+        check_options(options, config)
         with listener(options) as (opened, url), start_errors():
             warn_if_open(options, opened)
             engine = open_engine(options, config, client=AbsentEngine(config))

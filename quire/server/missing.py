@@ -76,5 +76,5 @@ async def _refuse(request: Request) -> Response:
     if path in SWITCHED_OFF:
         return refusal(404, f"{path}: {SWITCHED_OFF[path]}").response()
     if path in MISSING:
-        return refusal(501, f"{path}: {MISSING[path]} are not in this version of Quire").response()
+        return refusal(501, f"{path}: this version of Quire has no {MISSING[path]}").response()
     return refusal(501, f"{path}: this server renders requests and answers none (`quire launch render`)").response()

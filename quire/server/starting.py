@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.base.clock import Laps
 from quire.base.log import logger
 from quire.engine.client import EngineClient, PlacingClient
-from quire.schema.errors import QuireError, message_of
+from quire.schema.errors import EngineDeadError, QuireError, message_of
 from quire.schema.messages import EngineReady
 
 if TYPE_CHECKING:
@@ -71,6 +71,13 @@ def failures_told(client: EngineClient) -> Iterator[Callable[[int], int]]:
     except Exception as failed:
         tell(f"it could not go on: {message_of(failed)}")
         raise
+
+
+def raise_again(dead: EngineDeadError | None) -> None:
+    """The end of an engine is told when it comes, and once more as the last line: others are logged while the server
+    stops."""
+    if dead is not None:
+        raise EngineDeadError(dead.reason)
 
 
 def _remedy(failed: Exception) -> str:

@@ -29,7 +29,7 @@ from quire.engine.several import SeveralEngines
 from quire.schema.errors import EngineDeadError
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret
-from quire.server.starting import StartError, failures_told, say_ready, start_errors
+from quire.server.starting import StartError, failures_told, raise_again, say_ready, start_errors
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -66,11 +66,14 @@ def supervise(
                     laps.mark("http")
                     say_ready(config, options, ready, url, laps)
 
-                return passed_on(supervisor.run(say))
+                status = passed_on(supervisor.run(say))
             finally:
                 supervisor.end()
+        dead = client.dead if status else None
     finally:
         client.close()
+    raise_again(dead)
+    return status
 
 
 def _start_engines(

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.base.registry import load
 from quire.bench.plot import require
+from quire.bench.result_file import check_place, written_to
 from quire.schema.errors import InputError
 from quire.simulate.scenario import Simulation
 
@@ -28,8 +29,7 @@ def check_path(path: str) -> Path:
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path!r} must end in one of {', '.join(FORMATS)}", param="plot", value=path)
-    if not target.parent.is_dir():
-        raise InputError(f"--plot {path!r}: there is no folder {str(target.parent)!r}", param="plot", value=path)
+    check_place("--plot", path)
     require()
     return target
 
@@ -47,7 +47,8 @@ def draw_chart(simulations: Sequence[Simulation], path: Path) -> None:
         axis.set_ylim(bottom=0)
     scenario = simulations[0].scenario
     figure.suptitle(f"{scenario.shape.name} on {scenario.device.name}, simulated")
-    figure.savefig(path, dpi=120)
+    with written_to("--plot", path):
+        figure.savefig(path, dpi=120)
 
 
 def _lines(axis: Any, simulations: Sequence[Simulation], name: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.errors import ConfigError, InputError, NotBuiltError
 from quire.schema.prompt import TokensPrompt
 
 if TYPE_CHECKING:
@@ -197,6 +197,19 @@ def check_variables(tokenizer: Tokenizer, variables: Mapping[str, Any] | None) -
             raise InputError(f"chat_template_kwargs cannot set {name!r:.100}", param="chat_template_kwargs", value=name)
 
 
+def check_template(chat_template: str) -> None:
+    """ConfigError where an option's template is wrong, before a tokenizer is there: any word that is neither text nor
+    a path may be the name of one of the tokenizer's templates."""
+    from quire.text.template import compile_template  # lazy
+
+    try:
+        if _is_jinja(chat_template) or "/" in chat_template or os.path.exists(chat_template):
+            compile_template(_resolve_template(chat_template, None))
+    except InputError as wrong:
+        words = str(wrong).removeprefix("chat_template ")
+        raise ConfigError(f"chat_template: {words}", param="chat_template", value=chat_template) from None
+
+
 def choose_template(tokenizer: Tokenizer, chat_template: str | None = None, *, with_tools: bool = False) -> str:
     """The template's text. `chat_template` is Jinja text, a file, or the name of one of the tokenizer's templates."""
     templates = tokenizer.chat_template
@@ -223,11 +236,10 @@ def choose_template(tokenizer: Tokenizer, chat_template: str | None = None, *, w
 def _resolve_template(requested: str, templates: str | dict[str, str] | None) -> str:
     if isinstance(templates, dict) and requested in templates:
         return templates[requested]
-    if "{" in requested or "\n" in requested:
+    if _is_jinja(requested):
         return requested
     if os.path.isfile(requested):
-        with open(requested, encoding="utf-8") as file:
-            return file.read()
+        return _read_template(requested)
     near = difflib.get_close_matches(requested, templates, n=1) if isinstance(templates, dict) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise InputError(
@@ -235,6 +247,18 @@ def _resolve_template(requested: str, templates: str | dict[str, str] | None) ->
         param="chat_template",
         value=requested,
     )
+
+
+def _is_jinja(requested: str) -> bool:
+    return "{" in requested or "\n" in requested
+
+
+def _read_template(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise InputError(f"chat_template {path!r} cannot be read: {wrong}", param="chat_template") from None
 
 
 def _checked_format(content_format: str) -> str:

@@ -268,4 +268,4 @@ def _fetch(source: str, revision: str | None, download_dir: str | None) -> str:
         raise ModelNotFoundError(f"no tokenizer at {source!r}: no such file or folder", param="tokenizer", value=source)
     from quire.checkpoint.source import locate  # lazy
 
-    return str(locate(source, revision, download_dir, weights=False).path)
+    return str(locate(source, revision, download_dir, weights=False, option="tokenizer").path)

@@ -20,10 +20,11 @@ from quire.worker.memory import group_folders, read_text
 
 def num_threads(root: Path = Path("/"), *, num_workers: int = 1) -> int:
     """Of each worker."""
-    configured = env.CPU_NUM_THREADS.get() or env.OMP_NUM_THREADS.get()
-    if configured is not None:
+    for variable in (env.CPU_NUM_THREADS, env.OMP_NUM_THREADS):
+        if (configured := variable.get()) is None:
+            continue
         if configured < 1:
-            raise ConfigError(f"QUIRE_CPU_NUM_THREADS is {configured}; it must be at least 1")
+            raise ConfigError(f"{variable.spelling} is {configured}; it must be at least 1")
         return configured
     cores, reserved = _cores(root), env.CPU_NUM_OF_RESERVED_CPU.get()
     if not 0 <= reserved < cores:

@@ -116,7 +116,7 @@ def encoder(**over: Any) -> dict[str, Any]:
     ({"query_num": 0}, CheckpointError, "query_num"),
     ({"hidden_size": None}, CheckpointError, "hidden_size"),
     ({"hidden_size": -128}, CheckpointError, "hidden_size"),
-    ({"hidden_size": 200}, ConfigError, "hidden_size = 200 is no multiple of 128"),
+    ({"hidden_size": 200}, ConfigError, "hidden_size = 200 is not a multiple of 128"),
     ({"version": 2.0}, NotBuiltError, "MiniCPMV with version = 2.0 is not in this version of Quire"),
     ({"version": {"x": 1}}, NotBuiltError, "version"),
     ({"version": None, "hidden_size": 2304, "query_num": 64}, NotBuiltError, "version = '2.0'"),

@@ -581,7 +581,7 @@ def test_a_unix_socket_is_for_this_user_alone(tmp_path):
         with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=60) as client:
             assert client.get("http://server/health").status_code == 200
         with started(write_model(tmp_path / "m"), "--uds", path) as second:
-            assert second.wait() == 1 and "somebody listens" in second.lines[-1]
+            assert second.wait() == 1 and "another process is listening" in second.lines[-1]
         server.signal(15)
         assert server.wait() == 0 and not os.path.exists(path)
 

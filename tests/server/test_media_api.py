@@ -213,7 +213,7 @@ def test_responses(server: Live, tiny: TinyLlava) -> None:
         assert counted.json()["input_tokens"] == len(ids)
     pdf = {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,AAAA"}
     answer = server.post("/v1/responses", {"input": [{"role": "user", "content": [pdf]}]})
-    assert answer.status_code == 400 and "no image" in answer.text
+    assert answer.status_code == 400 and "is not an image" in answer.text
 
 
 def test_a_text_model_takes_no_media(tmp_path: Path) -> None:

@@ -96,9 +96,9 @@ class Rounds:
                 arguments = json.loads(part.text or "{}")
             except (ValueError, RecursionError) as wrong:
                 arguments = None
-                reason = f"the arguments are no JSON: {wrong}"
+                reason = f"the arguments are not JSON: {wrong}"
             else:
-                reason = "the arguments are no JSON object"
+                reason = "the arguments are not a JSON object"
             if not isinstance(arguments, dict):
                 self._answer.settle(part, ToolResult(reason, failed=True))
                 return

@@ -97,7 +97,7 @@ class Metadata:
         main = self.all.get("tokenizer.chat_template")
         for text in (main, *named.values()):
             if text is not None and not isinstance(text, str):
-                raise CheckpointError(f"{self.path}: tokenizer.chat_template is no text: {text!r}")
+                raise CheckpointError(f"{self.path}: tokenizer.chat_template is not text: {text!r}")
         if not named:
             return main
         return {**({} if main is None else {"default": main}), **named}

@@ -111,7 +111,7 @@ def load_plugin(path: str, option: str) -> None:
     name = f"quire_plugin_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{option}: {path!r} is no Python file", param=option, value=path)
+        raise ConfigError(f"{option}: {path!r} is not a Python file", param=option, value=path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

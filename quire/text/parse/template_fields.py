@@ -113,7 +113,7 @@ def read_template(declared: Any) -> Template:
 
 def _field(name: str, declared: Any) -> Field:
     if not isinstance(declared, Mapping):
-        raise _wrong(f"the field {name!r} is no object")
+        raise _wrong(f"the field {name!r} is not an object")
     if unknown := set(declared) - _KEYS:
         raise _wrong(f"the field {name!r} has {min(unknown)!r}, which is unknown")
     content = declared.get("content", "text")
@@ -142,7 +142,7 @@ def _mark(name: str, declared: Mapping[str, Any], literal: str, pattern: str) ->
         leads = _leads(declared[pattern])
         return Mark(pattern=re.compile(declared[pattern], re.DOTALL), leads=Tags(*leads) if leads else None)
     except (re.error, TypeError) as wrong:
-        raise _wrong(f"{pattern!r} of {name!r} is no regular expression: {wrong}") from None
+        raise _wrong(f"{pattern!r} of {name!r} is not a regular expression: {wrong}") from None
 
 
 def _leads(source: str) -> tuple[str, ...]:

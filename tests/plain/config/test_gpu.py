@@ -221,10 +221,10 @@ def test_weights_rounded_while_loading(folder: Path) -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_which_output_matrices_are_rounded(folder: Path) -> None:
-    """In fp8 only if that is asked for; in int8_wo and int4_wo unless it is declined."""
-    for name, head in (("fp8", ""), ("ptpc_fp8", ""), ("int8_wo", "int8"), ("int4_wo", "int8"), ("rtn", "")):
+    """Those of names that say how weights are kept, unless it is declined; of others if it is asked for."""
+    for name, head in (("fp8", "int8"), ("ptpc_fp8", "int8"), ("int8_wo", "int8"), ("int4_wo", "int8"), ("rtn", "")):
         assert resolve(folder, quantization=name).model_config.head_form == head
-        for asked in ("int8", None):
+        for asked in ("int8", "fp8", None):
             config = resolve(folder, quantization=name, quantization_config={"lm_head": asked})
             assert config.model_config.head_form == (asked or "")
         assert resolve(folder, quantization=name, quantization_config={}).model_config.head_form == head

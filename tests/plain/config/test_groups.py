@@ -8,6 +8,7 @@ import dataclasses
 import msgspec
 import pytest
 
+from quire.checkpoint.facts import read_facts
 from quire.config import (
     AttentionConfig,
     CacheConfig,
@@ -17,6 +18,7 @@ from quire.config import (
     EngineConfig,
     LoadConfig,
     ModelConfig,
+    MultiModalConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -32,6 +34,36 @@ from quire.schema.errors import ConfigError
 
 class Local:
     """Importable from this module."""
+
+
+def test_a_hash_tells_options_apart_and_nothing_that_was_measured() -> None:
+    for kind in every_group():
+        assert len(kind().compute_hash()) == 10
+    assert CacheConfig(block_size=32).compute_hash() != CacheConfig().compute_hash()
+    assert CacheConfig().measured(9, 1.5, 64).compute_hash() == CacheConfig().compute_hash()
+    changed = replace(EngineConfig(), **{"cache_config.block_size": 32})
+    assert changed.compute_hash() != EngineConfig().compute_hash()
+    assert EngineConfig(instance_id="a").compute_hash() == EngineConfig(instance_id="b").compute_hash()
+    assert ModelConfig(hf_token="secret").compute_hash() == ModelConfig().compute_hash()
+
+
+def test_what_is_documented_of_a_model() -> None:
+    config = {"architectures": ["A"], "text_config": {"vocab_size": 99, "hidden_size": 8, "num_attention_heads": 2}}
+    sampling = {"top_k": 3}
+    model = ModelConfig(hf_config=config, facts=read_facts(config), default_sampling=sampling, runner="pooling")
+    assert model.hf_text_config["vocab_size"] == model.get_vocab_size() == 99
+    assert (model.architectures, model.architecture, model.runner_type) == (["A"], "A", "pooling")
+    assert model.get_diff_sampling_param() == sampling is not model.get_diff_sampling_param()
+    ranks = ParallelConfig(tensor_parallel_size=4)
+    assert (model.get_num_attention_heads(ParallelConfig()), model.get_num_kv_heads(ranks)) == (2, 1)
+    assert (model.is_moe, model.use_mla, model.is_quantized) == (False, False, False)
+    assert (model.get_hidden_size(), model.get_head_size(), model.get_sliding_window()) == (8, 4, None)
+
+
+def test_the_most_items_of_a_prompt() -> None:
+    media = MultiModalConfig(limit_per_prompt={"image": 2, "video": {"width": 64}})
+    assert [media.get_limit_per_prompt(modality) for modality in ("image", "video", "audio")] == [2, 999, 999]
+    assert MultiModalConfig(language_model_only=True).get_limit_per_prompt("image") == 0
 
 
 def every_group() -> list[type[Group]]:

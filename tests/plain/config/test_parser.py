@@ -249,7 +249,7 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
         ("enforce-eager: 3", "enforce-eager must be true or false, got 3"),
         ("[1, 2]", "expected a mapping of option names to values, got list"),
         ("a: [1", "not readable as YAML"),
-        ("", "expected a mapping of option names to values, got NoneType"),
+        ("3", "expected a mapping of option names to values, got int"),
     ],
 )
 def test_wrong_files(
@@ -257,6 +257,11 @@ def test_wrong_files(
 ) -> None:
     path = write(tmp_path, text)
     assert words in complaint(parser, ["--config", path], capsys)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
+def test_a_file_without_options(parser: FlexibleArgumentParser, tmp_path: Path, text: str) -> None:
+    assert changed(parser, ["--config", write(tmp_path, text)]) == {}
 
 
 def test_missing_files(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -318,6 +323,8 @@ def test_help(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
     assert "Not available in this version: --prefill-context-parallel-size" in absent
     assert "--prefill-context-parallel-size" not in everything
     assert "No effect: a preempted request is" in " ".join(shown(parser, "--help=swap-space", capsys).split())
+    patterns = shown(parser, "--help=ignore-patterns", capsys)
+    assert "Default: original/**/*." in " ".join(patterns.split())
     assert "--word" in shown(commands(), "other --help", capsys)
     assert "--block-size" in shown(commands(), "serve --help=CacheConfig", capsys)
 
@@ -336,6 +343,12 @@ def test_help(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
         ("--n-gpu-layers 99", "--device cpu"),
         ("-ngl 99", "--device cpu"),
         ("-np 4", "--max-num-seqs"),
+        ("--task embed", "--runner"),
+        ("--enable-reasoning", "--reasoning-parser"),
+        ("--guided-decoding-backend auto", "--structured-outputs-config"),
+        ("--num_scheduler_steps 8", "--async-scheduling"),
+        ("--use-v2-block-manager", "leave it out"),
+        ("--worker-use-ray", "--distributed-executor-backend"),
     ],
 )
 def test_flags_of_other_programs_say_what_to_use(
@@ -354,6 +367,11 @@ def test_each_of_several_foreign_flags_is_explained(
         parser.parse_args(["-m", "x.gguf", "-c", "4096", "-ngl", "99"])
     told = capsys.readouterr().err
     assert "without a flag" in told and "--max-model-len" in told and "--device cpu" in told
+
+
+def test_a_long_flag_does_not_mean_a_short_one(parser: FlexibleArgumentParser) -> None:
+    parser.add_argument("-asc")
+    assert parser.nearest(["--asca"]) == "" and parser.nearest(["-asca"]) == " (did you mean -asc?)"
 
 
 def test_a_flag_that_a_parser_has_is_its_own(parser: FlexibleArgumentParser) -> None:

@@ -291,6 +291,58 @@ def test_default_sampling(folder: Path, tmp_path: Path) -> None:
     assert resolve(folder, generation_config=str(other)).model_config.default_sampling == {"repetition_penalty": 1.1}
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("temperature", -5, "says temperature=-5: temperature must be .*0.* got -5"),
+        ("top_p", 7, "says top_p=7: top_p must be .*1.* got 7"),
+        ("max_new_tokens", 0, "says max_new_tokens=0: max_tokens must be at least 1"),
+    ],
+)
+def test_overriding_defaults_are_checked_as_a_requests_values(
+    folder: Path, key: str, value: float, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=f"override_generation_config {words}"):
+        resolve(folder, override_generation_config={key: value})
+    generation(folder, **{key: value})
+    with caplog.at_level("WARNING"):
+        assert resolve(folder).model_config.default_sampling == {}
+    assert f"{key} of generation_config='auto' is ignored" in caplog.text
+
+
+def test_the_log_says_where_default_sampling_comes_from(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    generation(folder, temperature=0.6, top_k=20)
+    with caplog.at_level("INFO"):
+        resolve(folder, override_generation_config={"temperature": 0.1})
+        resolve(folder, generation_config="vllm", override_generation_config={"top_p": 0.5})
+    said = [record.getMessage() for record in caplog.records if "default sampling" in record.getMessage()]
+    assert said == [
+        "default sampling: top_k=20 (from the model; generation_config='vllm' switches it off), "
+        "temperature=0.1 (from override_generation_config)",
+        "default sampling: top_p=0.5 (from override_generation_config)",
+    ]
+
+
+@pytest.mark.parametrize("option", ["tokenizer", "generation_config", "hf_config_path"])
+@pytest.mark.parametrize(("value", "words"), [("/nope", "no such folder or file"), ("some-org/nope", "HF_HUB_OFFLINE")])
+def test_what_is_not_there_is_named_by_its_option(folder: Path, option: str, value: str, words: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=f"^{option} '{value}'.*{words}") as caught:
+        resolve(folder, **{option: value})
+    assert caught.value.param == option
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_context_has_two_tokens_at_least(folder: Path, length: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^max_model_len must be at least 2 .*; got {length}$"):
+        resolve(folder, max_model_len=length)
+
+
+@pytest.mark.parametrize("name", ["", " ", ["a", ""]])
+def test_a_served_name_is_not_empty(folder: Path, name: str | list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"served_model_name is .*at least one character"):
+        resolve(folder, served_model_name=name)
+
+
 def test_wrong_sampling_defaults(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="override_generation_config has 'do_sample'; allowed are"):
         resolve(folder, override_generation_config={"do_sample": True})

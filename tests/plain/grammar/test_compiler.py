@@ -211,11 +211,11 @@ def test_what_reading_a_grammar_took_is_given_back() -> None:
 
 
 def test_compiling_gets_out_of_the_way(bench: Bench) -> None:
-    bench.outcome(guidance(GrammarKind.REGEX, "n"))
-    process = bench.compiler._children[0]._process
-    assert process is not None
+    assert isinstance(bench.outcome(guidance(GrammarKind.REGEX, "n")), Compiled)
+    processes = [child._process for child in bench.compiler._children if child._process is not None]
+    alive = [process for process in processes if process.poll() is None]  # other tests have had some killed
     here = os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, here + 5)
+    assert alive and {os.getpriority(os.PRIO_PROCESS, process.pid) for process in alive} == {min(19, here + 5)}
 
 
 def test_a_busy_machine_is_no_fault_of_a_grammar() -> None:

@@ -259,7 +259,7 @@ def test_chat_parts_in_the_order_of_the_prompt(llava: MediaInputs) -> None:
         ({"type": "input_audio", "input_audio": {"data": "@"}}, "base64"),
         ({"type": "image_embeds", "image_embeds": [1.0]}, "cannot be read"),
         ({"type": "file", "file": {"file_id": "f-1"}}, "file_id"),
-        ({"type": "file", "file": {"file_data": "data:application/pdf;base64,AA=="}}, "no image"),
+        ({"type": "file", "file": {"file_data": "data:application/pdf;base64,AA=="}}, "is not an image"),
     ],
 )
 def test_chat_parts_that_are_refused(llava: MediaInputs, part: dict[str, Any], why: str) -> None:

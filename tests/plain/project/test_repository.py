@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.checkpoint.media import MODALITIES
+from quire.config.unavailable import all_rows, reason
+from quire.models.zoo import ZOO
+
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -20,6 +24,57 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "be
 
 def name_of(requirement: str) -> str:
     return re.match(r"[\w.-]+", requirement).group().lower().replace("_", "-")
+
+
+# What README says is missing -> the reason in quire/config/unavailable.txt that its options are refused for.
+ABSENT_FEATURES = {
+    "sleep mode": "sleep", "KV transfer": "kv-transfer", "encoder outputs": "encoder-transfer",
+    "weight transfer": "weight-transfer", "offloading of KV": "kv-offloading", "weights to host": "weight-offloading",
+    "an indexer": "sparse-attention", "denoising models": "denoising", "gRPC": "grpc", "Cohere's API": "cohere",
+}  # fmt: skip
+
+
+def missing_features() -> str:
+    """That part of README, without line breaks."""
+    part = (ROOT / "README.md").read_text().partition("## What does not work yet")[2].partition("\n## ")[0]
+    return " ".join(part.split())
+
+
+@pytest.mark.parametrize("feature", ABSENT_FEATURES)
+def test_what_readme_says_is_missing_is_refused(feature: str) -> None:
+    """When the feature comes its rows go, and it leaves README with them."""
+    used = {row.why for rows in all_rows().values() for row in rows if row.is_refused}
+    assert feature in missing_features() and reason(ABSENT_FEATURES[feature]) in used
+
+
+def test_every_feature_that_options_are_refused_for_is_in_readme() -> None:
+    text = (ROOT / "quire/config/unavailable.txt").read_text().partition("[reasons]")[2].partition("\n[")[0]
+    denied = {line.split(" | ")[0].strip() for line in text.splitlines() if "| this version" in line}
+    small = {"one-process", "one-device", "step-metrics"}  # settings of what there is
+    assert denied - small <= set(ABSENT_FEATURES.values())
+
+
+def test_readme_names_the_missing_routes() -> None:
+    source = (ROOT / "quire/server/missing.py").read_text()
+    routes = re.findall(r'"(/v1/[a-z/]+)"', source.partition("MISSING = {")[2].partition("}  # fmt")[0])
+    words = {
+        "/v1/audio/speech": "`/v1/audio/speech`", "/v1/systemone": "", "/v1/images/generations": "make images",
+        "/v1/images/edits": "make images", "/v1/moderations": "moderate", "/v1/files": "files and batches over HTTP",
+        "/v1/batches": "files and batches over HTTP",
+    }  # fmt: skip
+    assert set(routes) == set(words)
+    assert all(said in missing_features() for said in words.values())
+
+
+def test_readme_counts_models_as_they_are() -> None:
+    table = (ROOT / "docs/models.md").read_text().partition("## On a GPU")[0]
+    native = re.findall(r"^\| \S+ \| (\S+) \| native \|", table, re.MULTILINE)
+    fallback = re.findall(r"^\| \S+ \| \S+ \| fallback \|", table, re.MULTILINE)
+    readme = (ROOT / "README.md").read_text()
+    assert f"{len(native)} causal model types declared natively" in readme
+    assert f"; {len(fallback)} more through transformers' code" in readme
+    assert f"in prompts and chats of {len(MODALITIES)} architectures" in readme
+    assert [name for name in native if name not in ZOO] == []
 
 
 def test_each_core_dependency_is_justified_once() -> None:

@@ -158,3 +158,23 @@ def test_the_rule_finds_a_class_name_given_twice() -> None:
 
 def test_no_class_name_is_given_twice() -> None:
     assert not repeated_classes([(path.relative_to(ROOT).as_posix(), tree(path)) for path in FILES])
+
+
+def denied_nouns(module: ast.AST) -> list[str]:
+    """Texts that say "is no file" for "is not a file"; docstrings are prose and may."""
+    docstrings = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+    texts = (node for node in ast.walk(module) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [node.value for node in texts if id(node) not in docstrings and _DENIED.search(node.value)]
+
+
+_DENIED = re.compile(r"(?<!there )(?<!here )\b(is|are) no\b(?! longer| more)")
+
+
+def test_the_rule_finds_a_denied_noun() -> None:
+    module = ast.parse('"""It is no file."""\nf"{1} is no file"\n"there are no files"\n"is no longer"\nx = "are no "')
+    assert sorted(denied_nouns(module)) == [" is no file", "are no "]
+
+
+def test_no_message_denies_a_noun() -> None:
+    bad = {path.relative_to(ROOT).as_posix(): found for path in FILES if (found := denied_nouns(tree(path)))}
+    assert not bad

@@ -17,6 +17,12 @@ from quire.schema.step import RowToken
 from tests.plain.sched.kit import EOS, Bench, counts, request
 
 
+@pytest.mark.parametrize(("name", "least"), [("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("max_model_len", 2)])
+def test_a_limit_that_is_too_low_is_named_alone(name, least):
+    with pytest.raises(ConfigError, match=f"^{name} must be at least {least}, got {least - 1}$"):
+        SchedulerSettings(**{"max_model_len": 9, name: least - 1})
+
+
 def test_first_come_first_served_within_the_token_budget() -> None:
     bench = Bench(max_num_batched_tokens=10)
     bench.add(request("a", 6), request("b", 6), request("c", 6))
@@ -203,7 +209,7 @@ def test_what_can_never_be_is_refused_with_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
         ({"chunked_prefill": False, "max_num_batched_tokens": 16}, "max_num_batched_tokens=16 is less than"),
         ({"policy": "lifo"}, "scheduling_policy='lifo' is unknown"),
         ({"watermark": 1.0}, "watermark=1.0"),

@@ -4,6 +4,7 @@ import math
 import pickle
 
 import msgspec
+import numpy as np
 import pytest
 
 from quire.schema.errors import EngineDeadError, InputError, MissingExtraError
@@ -107,6 +108,34 @@ def test_documented_defaults_and_normal_forms():
         SamplingParams.from_optional(temprature=1)
 
 
+def test_numbers_of_numpy_become_pythons_own():
+    params = SamplingParams(
+        n=np.int64(2), seed=np.int64(3), max_tokens=np.uint8(7), temperature=np.float32(0.5), top_p=np.float64(0.9),
+        allowed_token_ids=np.array([4, 5]), stop_token_ids=[np.int32(6)], bad_words_token_ids=[np.array([1, 2])],
+    )  # fmt: skip
+    own = SamplingParams(
+        n=2, seed=3, max_tokens=7, temperature=0.5, top_p=0.9, allowed_token_ids=[4, 5], stop_token_ids=[6],
+        bad_words_token_ids=[[1, 2]],
+    )  # fmt: skip
+    assert msgspec.msgpack.encode(params.freeze()) == msgspec.msgpack.encode(own.freeze())
+    params.top_k, params.min_p = np.int64(-1), np.float32(0.25)
+    assert (params.checked().top_k, params.checked().min_p) == (0, 0.25)
+    beams = BeamSearchParams(beam_width=np.int64(2), max_tokens=np.int64(3), temperature=np.float64(0.5))
+    assert [type(value) for value in (beams.beam_width, beams.max_tokens, beams.temperature)] == [int, int, float]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"n": np.int64(0)}, {"n": np.float64(2)}, {"n": np.bool_(True)}, {"temperature": np.float32(-1)},
+     {"temperature": np.bool_(True)}, {"top_p": np.float64("nan")}, {"allowed_token_ids": np.array([0.5])},
+     {"allowed_token_ids": np.array([True])}, {"stop_token_ids": np.int64(3)}],
+)  # fmt: skip
+def test_numbers_of_numpy_are_checked_as_others(given):
+    (name,) = given
+    with pytest.raises(InputError, match=name):
+        SamplingParams(**given)
+
+
 def test_clone_is_private_unless_promised():
     params = SamplingParams(stop=["a"], extra_args={"k": [1]})
     copy = params.clone()
@@ -126,6 +155,15 @@ def test_exactly_one_structured_constraint():
 def test_beam_params_are_checked():
     with pytest.raises(InputError, match="beam_width"):
         BeamSearchParams(beam_width=0, max_tokens=4)
+    by_place = BeamSearchParams(2, 3, True, 0.5, 0.9, True)
+    assert by_place == BeamSearchParams(
+        beam_width=2,
+        max_tokens=3,
+        ignore_eos=True,
+        temperature=0.5,
+        length_penalty=0.9,
+        include_stop_str_in_output=True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from quire.base.net import is_loopback
+from quire.config import EngineArgs
 from quire.config.server import server_config
+from quire.schema.errors import ConfigError
 from quire.server import launch
 
 
@@ -77,3 +79,26 @@ def test_a_unix_socket_is_closed_to_others_anyway(tmp_path: Path, caplog: pytest
 )  # fmt: skip
 def test_which_addresses_are_this_hosts_alone(address: str, own: bool) -> None:
     assert is_loopback(address) is own
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"chat_template": "{{ foo"}, "chat_template: the chat template is not valid Jinja, line 1"),
+        ({"chat_template": "BROKEN_FILE"}, "chat_template: the chat template is not valid Jinja, line 2"),
+        ({"chat_template": "/nope.jinja"}, "chat_template: '/nope.jinja' is not Jinja text"),
+        ({"lora_modules": ["a=b"]}, "lora_modules: this engine serves no adapters: start with .*--enable-lora"),
+        ({"lora_modules": ["a"]}, "lora_modules has 'a': it is neither name=path"),
+    ],
+)
+def test_wrong_options_are_told_before_a_model_is_loaded(asked: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("a\n{% if %}")
+    if asked.get("chat_template") == "BROKEN_FILE":
+        asked = {"chat_template": str(tmp_path / "broken.jinja")}
+    config = EngineArgs().create_engine_config()
+    with pytest.raises(ConfigError, match=words):
+        launch.serve(server_config(port=0, **asked), config, None)  # type: ignore[arg-type]
+
+
+def test_what_may_be_a_name_of_the_tokenizers_is_left_to_it() -> None:
+    launch.check_options(server_config(chat_template="rag"), EngineArgs().create_engine_config())

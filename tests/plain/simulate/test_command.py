@@ -110,7 +110,7 @@ def test_without_matplotlib_the_command_to_install_it_is_named(
         (("--inter-token-latency-goal-ms", "nan"), "--inter-token-latency-goal-ms must be at least 0"),
         (("--max-model-len", "50000"), "--max-model-len must be between 2 and the model's 40960, got 50000"),
         (("--max-model-len", "100"), "longer than max_model_len=100"),
-        (("--max-num-batched-tokens", "-5"), "max_num_batched_tokens=-5"),
+        (("--max-num-batched-tokens", "-5"), "max_num_batched_tokens must be at least 1, got -5"),
         (("--max-concurrency", "4", "--request-rate", "5"), "--max-concurrency is a load of its own"),
         (("--find-devices",), "--find-devices needs a goal"),
         (("--find-devices", "--slo-itl-ms", "5"), "--find-devices needs a load"),
