@@ -9,6 +9,7 @@ import json
 import math
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidMessage, InvalidStatus
+from websockets.protocol import State
 from websockets.sync.client import ClientConnection, connect
+from websockets.uri import parse_uri
 
 from quire.base import env
 from quire.config import SpeechToTextConfig
@@ -280,6 +284,52 @@ def test_a_message_of_endless_fragments(client: Client) -> None:
         client.connection.send("" for _ in range(MOST_FRAGMENTS + 8))
     code, reason = client.closed()
     assert code == 1008 and str(MOST_FRAGMENTS) in reason
+
+
+def by_hand(server: Live) -> tuple[socket.socket, ClientProtocol]:
+    """A session on a bare socket: clients of the library stop sending where these tests go on."""
+    protocol = ClientProtocol(parse_uri(server.url.replace("http", "ws") + realtime.PATH))
+    raw = socket.create_connection((protocol.uri.host, protocol.uri.port), timeout=60)
+    protocol.send_request(protocol.connect())
+    raw.sendall(b"".join(protocol.data_to_send()))
+    while protocol.state is State.CONNECTING:
+        protocol.receive_data(raw.recv(4096))
+    return raw, protocol
+
+
+FRAGMENT = b"\x00\x80" + bytes(4)  # masked, empty, not the last
+PING = b"\x89\x80" + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [(b"\x01\x80" + bytes(4), (1008, f"a message has more than {MOST_FRAGMENTS} fragments")),
+     (b"\xf1\x80" + bytes(4), (1002, "reserved bits must be 0"))],
+    ids=["fragments", "reserved bits"],
+)  # fmt: skip
+def test_who_breaks_the_protocol_is_told_why_while_still_sending(
+    server: Live, first: bytes, told: tuple[int, str]
+) -> None:
+    raw, protocol = by_hand(server)
+    with raw:
+        raw.sendall(first + FRAGMENT * MOST_FRAGMENTS + PING)
+        for _ in range(20):
+            raw.sendall(FRAGMENT * 1000)
+            time.sleep(0.01)
+        while data := raw.recv(4096):
+            protocol.receive_data(data)
+    assert protocol.close_rcvd is not None
+    assert (protocol.close_rcvd.code, protocol.close_rcvd.reason) == told
+
+
+def test_who_never_stops_sending_is_cut_off(server: Live) -> None:
+    raw, _ = by_hand(server)
+    with raw, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        raw.sendall(b"\x01\x80" + bytes(4))
+        for _ in range(6000):
+            raw.sendall(FRAGMENT * 1000)
+            time.sleep(0.01)
+    wait_until(lambda: sessions(server).count == 0)
 
 
 def test_audio_without_end_that_nobody_commits(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
