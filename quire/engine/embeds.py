@@ -14,6 +14,8 @@ from hashlib import sha256
 from typing import Any
 
 from quire.engine.torch_tensor import DenseTensor, read_tensor
+from quire.media.arrays import shape_of
+from quire.media.embeds import are_finite
 from quire.schema.errors import InputError
 from quire.schema.media import ArrayData, MediaItem
 
@@ -50,7 +52,10 @@ def media_of(embeds: Any, *, width: int, most: int, keep: int | None = None) -> 
                          param="prompt_embeds")  # fmt: skip
     first = 0 if keep is None else max(0, shape[0] - keep)
     row = width * _SIZES[tensor.dtype]
-    return tuple(_pieces(tensor.data[first * row :], shape[0] - first, width, tensor.dtype))
+    kept = tensor.data[first * row :]
+    if not are_finite(kept, tensor.dtype):
+        raise InputError("prompt_embeds must be finite numbers, and it has NaN or infinity", param="prompt_embeds")
+    return tuple(_pieces(kept, shape[0] - first, width, tensor.dtype))
 
 
 def _check_shape(shape: tuple[int, ...], width: int) -> None:
@@ -74,7 +79,7 @@ def _numbers_of(value: Any, width: int, most: int) -> DenseTensor:
     """Of a torch tensor, or whatever numpy reads."""
     import numpy as np  # lazy
 
-    shape = tuple(value.shape) if hasattr(value, "shape") else ()
+    shape = shape_of(value, "prompt_embeds")
     if not shape and not isinstance(value, list | tuple):
         raise InputError(f"prompt_embeds is a {type(value).__name__}: expected {_FORM.format(width=width)}",
                          param="prompt_embeds")  # fmt: skip
@@ -97,7 +102,8 @@ def _numbers_of(value: Any, width: int, most: int) -> DenseTensor:
         if array.dtype.kind != "f":
             raise InputError(f"prompt_embeds has dtype {array.dtype}: expected {_FORM.format(width=width)}",
                              param="prompt_embeds")  # fmt: skip
-        array = np.ascontiguousarray(array, np.dtype("<f4") if array.dtype != np.float16 else np.dtype("<f2"))
+        with np.errstate(over="ignore"):  # infinity is refused later
+            array = np.ascontiguousarray(array, np.dtype("<f4") if array.dtype != np.float16 else np.dtype("<f2"))
     except InputError:
         raise
     except Exception as wrong:  # noqa: BLE001  # a caller's object may raise anything

@@ -6,6 +6,7 @@ steps, requests.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from quire.models.build import read_arch
 from quire.models.canvas import CanvasMarks, Crop, canvas
 from quire.models.mrope import VisionGrid, mrope
 from quire.ops.op import Kernels
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 from quire.schema.media import KEPT, SIZES, ArrayData, MediaItem
 
 if TYPE_CHECKING:
@@ -124,6 +125,9 @@ def make_encoder(config: EngineConfig, kernels: Kernels) -> TowerEncoder | None:
         return None
     if about.path.endswith(".gguf"):
         raise NotBuiltError(f"{about.path} has no encoder for media; set language_model_only=True", param="model")
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("the encoder of this model (language_model_only=True starts without)", "transformers",
+                                "transformers")  # fmt: skip
     from quire.hf_models.towers import load_tower  # lazy
 
     is_dummy = config.load_config.load_format == "dummy"

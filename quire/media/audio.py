@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.base import env
+from quire.media.arrays import as_array
 from quire.media.containers import as_file, open_container
 from quire.schema.errors import InputError, MissingExtraError
 
@@ -74,7 +75,7 @@ def read_audio(value: Any) -> Audio:
     rate: Any = None
     if isinstance(value, tuple) and len(value) == 2:
         value, rate = value
-    samples = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    samples = as_array(value)
     if samples.dtype.kind not in "fiu" or samples.ndim not in (1, 2) or samples.size == 0:
         raise InputError(
             "audio must be (samples, rate) with samples of one channel or of (channels, samples), got an array of "

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.media.arrays import as_stored, shape_of
 from quire.media.families.base import Family, ProcessedItem
 from quire.schema.errors import InputError
 from quire.schema.media import ArrayData
@@ -31,12 +32,8 @@ def is_embeds(value: Any, width: int | None) -> bool:
         return True
     if isinstance(value, Mapping):
         return any(str(key).endswith("_embeds") for key in value)
-    shape = _shape(value)
-    return len(shape) == 2 and shape[-1] == width and "float" in str(value.dtype)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if hasattr(value, "shape") and hasattr(value, "dtype") else ()
+    shape = shape_of(value)
+    return len(shape) == 2 and shape[-1] == width and "float" in str(getattr(value, "dtype", ""))
 
 
 def split(value: Any, width: int | None) -> list[Any] | None:
@@ -48,8 +45,8 @@ def split(value: Any, width: int | None) -> list[Any] | None:
             EmbedsRef(ArrayData((vectors, columns), value.array.dtype, value.array.data[i * size : (i + 1) * size]))
             for i in range(num)
         ]
-    shape = _shape(value)
-    if len(shape) == 3 and shape[-1] == width and "float" in str(value.dtype):
+    shape = shape_of(value)
+    if len(shape) == 3 and shape[-1] == width and "float" in str(getattr(value, "dtype", "")):
         return [value[index] for index in range(shape[0])]
     return None
 
@@ -76,35 +73,29 @@ def embeds_item(value: Any, modality: str, family: Family, width: int | None) ->
 
 
 def _check_finite(data: ArrayData) -> None:
-    import numpy as np  # lazy
-
-    if data.dtype == "bfloat16":
-        is_finite = ((np.frombuffer(data.data, "<u2") & 0x7F80) != 0x7F80).all()
-    elif data.dtype in ("float16", "float32"):
-        is_finite = np.isfinite(np.frombuffer(data.data, np.dtype(data.dtype).newbyteorder("<"))).all()
-    else:
+    if data.dtype not in ("float16", "float32", "bfloat16"):
         raise InputError(
             f"media embeddings must be float32, float16 or bfloat16, got {data.dtype}", param="multi_modal_data"
         )
-    if not is_finite:
+    if not are_finite(data.data, data.dtype):
         raise InputError("media embeddings must be finite numbers", param="multi_modal_data")
 
 
-def _array_data(value: Any) -> ArrayData:
-    """Of numpy or torch; bfloat16 has no numpy type, so its bytes are taken as they are."""
+def are_finite(data: bytes, dtype: str) -> bool:
+    """Of float32, float16 or bfloat16, as stored: no NaN and no infinity."""
     import numpy as np  # lazy
 
-    name = str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else ""
-    if name == "bfloat16" and hasattr(value, "detach"):
-        plain = value.detach().cpu().contiguous()
-        return ArrayData(tuple(map(int, plain.shape)), name, plain.view(_int16(plain)).numpy().tobytes())
-    array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-    if array.dtype.name not in ("float16", "float32", "float64"):
-        raise InputError(f"media embeddings must be floats, got {array.dtype.name}", param="multi_modal_data")
-    array = array.astype(np.float32) if array.dtype.name == "float64" else array
-    return ArrayData(tuple(map(int, array.shape)), array.dtype.name, np.ascontiguousarray(array).tobytes())
+    if dtype == "bfloat16":
+        return bool(((np.frombuffer(data, "<u2") & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))).all())
 
 
-def _int16(tensor: Any) -> Any:
-    """torch.int16, without importing torch: the type of a tensor viewed as 16-bit integers."""
-    return tensor.short().dtype
+def _array_data(value: Any) -> ArrayData:
+    import numpy as np  # lazy
+
+    array, dtype = as_stored(value)
+    if dtype == "float64":
+        array, dtype = array.astype(np.float32), "float32"
+    if dtype not in ("float16", "float32", "bfloat16"):
+        raise InputError(f"media embeddings must be floats, got {dtype}", param="multi_modal_data")
+    return ArrayData(tuple(map(int, array.shape)), dtype, np.ascontiguousarray(array).tobytes())

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.base import env
+from quire.media.arrays import as_array
 from quire.schema.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _of_array(value: Any, options: Mapping[str, Any] | None) -> Image:
     """(height, width, channels), (channels, height, width) or (height, width); bytes, or floats from 0 to 1."""
     import numpy as np  # lazy
 
-    array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    array = as_array(value)
     if array.ndim == 2:
         array = array[..., None]
     if array.ndim != 3 or (array.shape[-1] not in (1, 3, 4) and array.shape[0] not in (1, 3, 4)):

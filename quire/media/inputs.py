@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from quire.media.arrays import shape_of
 from quire.media.cache import ProcessorCache
 from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
 from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of, text_of
@@ -507,17 +508,15 @@ def _items_of(modality: str, value: Any) -> list[Any]:
     if value is None:
         return [None]
     if modality == "audio":
-        is_item = (
-            isinstance(value, tuple) or hasattr(value, "shape") or (isinstance(value, list) and _is_numbers(value))
-        )
+        is_item = isinstance(value, tuple) or bool(shape_of(value)) or (isinstance(value, list) and _is_numbers(value))
         return [value] if is_item or not isinstance(value, list) else list(value)
     if isinstance(value, list) and not _is_frames(modality, value):
         return list(value)
     if isinstance(value, tuple) and modality == "image":
         return list(value)
-    if modality == "image" and hasattr(value, "shape") and len(value.shape) == 4:
+    if modality == "image" and len(shape_of(value)) == 4:
         return list(value)
-    if modality == "video" and hasattr(value, "shape") and len(value.shape) == 5:
+    if modality == "video" and len(shape_of(value)) == 5:
         return list(value)
     return [value]
 
@@ -531,7 +530,7 @@ def _is_frames(modality: str, value: list[Any]) -> bool:
     if modality != "video" or not value:
         return False
     first = value[0]
-    return hasattr(first, "getbands") or (hasattr(first, "shape") and len(first.shape) == 3)
+    return hasattr(first, "getbands") or len(shape_of(first)) == 3
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.base import env
+from quire.media.arrays import as_array
 from quire.media.containers import open_container
 from quire.media.images import check_size, pillow
 from quire.schema.errors import InputError, MissingExtraError
@@ -146,7 +147,7 @@ def _frames(value: Any) -> list[Image]:
     if isinstance(value, (list, tuple)):
         _check_count(len(value))
         return [read_image(frame) for frame in value]
-    array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    array = as_array(value)
     if array.ndim != 4 or array.dtype.kind not in "iu" or (array.shape[-1] != 3 and array.shape[1] != 3):
         raise InputError(
             "a video array must be whole numbers of shape (frames, height, width, 3) or (frames, 3, height, width), "

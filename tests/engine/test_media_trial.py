@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM
-from quire.schema.errors import CheckpointError
+from quire.schema.errors import CheckpointError, MissingExtraError
 from tests.media.tiny_llava import TinyLlava
 
 SMALL: dict[str, Any] = dict(device="cpu", max_model_len=64, max_num_seqs=2, kv_cache_memory_bytes=1 << 20)
@@ -36,3 +37,12 @@ def test_a_start_names_what_is_wrong(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_start_without_what_is_wrong(folder: Path, options: dict[str, Any]) -> None:
     llm = LLM(str(folder), **SMALL, **options)
     assert llm.generate("the", use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its encoders are theirs."""
+    made = TinyLlava(tmp_path).folder
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package 'transformers': run  pip install \"quire-llm\[tra"):
+        LLM(str(made), **SMALL)
+    assert LLM(str(made), **SMALL, language_model_only=True).generate("the", use_tqdm=False)[0].outputs[0].token_ids

@@ -90,7 +90,11 @@ def test_other_forms_of_the_same_numbers(tiny: tuple[str, transformers.PreTraine
         "shape": [vectors(0, 3)[:, :8], vectors(0, 3)[0], torch.zeros(2, 3, WIDTH), torch.zeros(0, WIDTH)],
         "dtype": [torch.zeros(3, WIDTH, dtype=torch.long), np.zeros((3, WIDTH), np.int8)],
         "expected one vector": [object(), 3],
-        "sparse": [torch.eye(WIDTH).to_sparse()],
+        "sparse": [torch.eye(WIDTH).to_sparse(), torch.eye(WIDTH).to_sparse_csr()],
+        "torch.qint8": [torch.quantize_per_tensor(vectors(0, 3), 0.1, 0, torch.qint8)],
+        "not a plain array of numbers": [torch.nested.nested_tensor([vectors(0, 3), vectors(0, 2)])],
+        "cannot be read": [torch.empty(3, WIDTH, device="meta")],
+        "finite numbers": [torch.full((3, WIDTH), torch.nan), np.full((3, WIDTH), np.inf), np.full((3, WIDTH), 1e300)],
         "max_model_len": [vectors(0, 200)],
     }
     for message, forms in wrong.items():
@@ -157,6 +161,8 @@ def test_nothing_else_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         saved(torch.nn.Parameter(good)), saved(good.long()), saved(good, _use_new_zipfile_serialization=False),
         saved(good)[:-40], b"PK\x03\x04", b"", b"\x80\x02.", saved(torch.zeros(5, WIDTH)),
         saved(torch.zeros(1, 1, 1, 3)), saved(torch.empty((1 << 40, WIDTH), device="meta")),
+        saved(torch.quantize_per_tensor(good, 0.1, 0, torch.qint8)), saved(good.to_sparse_csr()),
+        saved(torch.nested.nested_tensor([good, good[:2]])), saved(good.to(torch.float8_e4m3fn)), saved(good.double()),
     ]  # fmt: skip
     for content in hostile:
         with pytest.raises(InputError, match="prompt_embeds"):

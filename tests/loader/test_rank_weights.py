@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from quire.base.mapped import MappedFile
 from quire.config import EngineArgs
 from quire.layers.linear import Linear
 from quire.layers.places import AdapterPlaces
 from quire.layers.stored import packed_matrices
 from quire.layers.table import WeightTable
 from quire.loader.load import load_model, make_model
+from quire.loader.safetensors_file import SafetensorsFile
 from quire.ops.cpu.native import kernels
 from quire.ops.op import Kernels
 from quire.ops.packed import Packed, unpack
@@ -26,7 +30,7 @@ from tests.models.test_ranks import LOADING
 from tests.quantized import write
 from tests.shard_rank import steps
 from tests.thread_ranks import on_ranks
-from tests.tiny_models import write_tiny
+from tests.tiny_models import make_tiny, write_tiny
 
 # Codes that are cut as they are, by rows and by columns; codes that are decoded first; one that no kernel multiplies.
 ROUNDING = 0.5 / 127 + 2**-8  # to 8 bits in blocks of 32, and to bfloat16
@@ -47,6 +51,55 @@ def test_a_rank_sends_its_part_only() -> None:
     assert WeightTable(layer.slots()).load("l.a.weight", weight, send)
     assert len(sent) == 1 and torch.equal(sent[0], weight[3:]) and torch.equal(layer.weight, weight[3:])
     assert sent[0].data_ptr() == weight[3:].data_ptr()  # a view: nothing of the rest was read
+
+
+WIDE = dict(hidden_size=64, intermediate_size=1 << 17, vocab_size=1 << 16, num_hidden_layers=1)
+NEAR = 4 << 20  # bytes that a system may map around those that are touched
+
+
+@pytest.mark.parametrize(
+    ("arch", "placement", "cut"),
+    [
+        ("LlamaForCausalLM", "", ("embed_tokens", "lm_head", "gate_proj", "up_proj")),
+        ("MixtralForCausalLM", "linear", ("experts",)),
+    ],
+)
+def test_a_rank_touches_its_own_pages_only(
+    arch: str, placement: str, cut: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matrices that are cut by rows, and of whole experts: counted in this process's table of pages. Nothing is read
+    ahead. What a rank has of each row of the others lies nearer together than a system reads."""
+    model = make_tiny(arch, tmp_path, **(WIDE if not placement else WIDE | {"intermediate_size": 1 << 14}))
+    del model
+    (file,) = [SafetensorsFile(str(path)) for path in tmp_path.glob("*.safetensors")]
+    sizes = {one.start: one.num_bytes for one in file.entries if any(name in one.name for name in cut)}
+    assert len(sizes) >= len(cut) and sum(sizes.values()) > 0.5 * file.size
+    forget, touched, ahead = MappedFile.forget, dict[int, int](), list[int]()
+
+    def counted(file: MappedFile, start: int, num_bytes: int) -> None:
+        first = np.frombuffer(file.map, np.uint8).ctypes.data + start
+        with open("/proc/self/pagemap", "rb") as pages:
+            pages.seek(first // mmap.PAGESIZE * 8)
+            entries = np.frombuffer(pages.read(-(-num_bytes // mmap.PAGESIZE) * 8), np.uint64)
+        touched[start] = int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
+        forget(file, start, num_bytes)
+
+    monkeypatch.setattr(MappedFile, "forget", counted)
+    monkeypatch.setattr(MappedFile, "expect", lambda file, start, num_bytes: ahead.append(num_bytes))
+    config = config_of(tmp_path, "float32")
+    load_model(config, "cpu", ALONE)
+    assert sum(touched.values()) > 0.98 * file.size and sum(ahead) > 0.98 * file.size
+    for rank in (0, 1):
+        touched.clear()
+        ahead.clear()
+        load_model(config, "cpu", ShardGroup(rank, 2, lambda x: x, placement=placement))
+        assert not ahead
+        if placement:  # of half of the experts nothing at all
+            others = [start for start, size in sizes.items() if touched[start] < size / 2]
+            assert len(others) == len(sizes) / 2 and sum(touched[start] for start in others) < NEAR
+        else:
+            own = sum(touched[start] for start in sizes)
+            assert sum(sizes.values()) / 2 <= own < sum(sizes.values()) / 2 + NEAR * len(sizes)
 
 
 def config_of(folder: Path, dtype: str, **more: Any) -> Any:

@@ -115,6 +115,20 @@ def test_a_server_per_engine(tmp_path: Path) -> None:
         assert len(engine_pids(server)) == 1
 
 
+def test_a_server_for_some_of_the_engines(tmp_path: Path) -> None:
+    """Hybrid balancing: the second of two servers has engines 2 and 3, spreads its own requests and refuses others'."""
+    flags = ("-dp", "4", "--data-parallel-size-local", "2", "--data-parallel-start-rank", "2")
+    with hosted(tmp_path, *flags, "--data-parallel-hybrid-lb") as server:
+        assert len(engine_pids(server)) == 2
+        for _ in range(6):
+            assert server.complete("abc", 6).json()["choices"][0]["text"] == "abcabc"
+        wait_until(lambda: [sample(server, "vllm:generation_tokens_total", rank) for rank in (2, 3)] == [18, 18])
+        assert 'engine="0"' not in server.get("/metrics").text
+        named = server.post("/v1/completions", completion(), headers={"X-data-parallel-rank": "3"})
+        refused = server.post("/v1/completions", completion(), headers={"X-data-parallel-rank": "1"})
+        assert named.status_code == 200 and refused.status_code == 400, (named.text, refused.text)
+
+
 def test_a_burst_of_streams_is_spread_evenly(tmp_path: Path) -> None:
     """500 over four engines and two API processes, which share their counts. The engines are paused until all are
     there, so that none ends sooner on an engine that happens to be faster."""

@@ -1,5 +1,5 @@
 """One engine on two machines (`--nnodes 2`): addresses of the loopback interface, and two network namespaces with a
-cable between them. It answers as one machine does; strangers are refused; the loss of a node is told within 2 s."""
+cable between them. It answers as one machine does; strangers are refused; the loss of a node is told soon."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_two_nodes_answer_as_one_and_a_lost_worker_is_named(folder: Path, expect
             for reader in readers:
                 reader.join(60)
                 assert f"worker 1 on node 1 (process {worker}) was killed by SIGKILL" in reader.error, reader.error
-                assert "node 1 (127.0.0." in reader.error and reader.ended - killed < 40
+                assert "node 1 (127.0.0." in reader.error and reader.ended - killed < 2.0
             assert server.wait(60) == 1 and node.wait(60) == 1
             assert "node 0 (127.0.0.2" in node.log
 
@@ -167,7 +167,7 @@ def test_two_machines_and_a_cable_that_breaks(cable: tuple[str, str], folder: Pa
         for reader in readers:
             reader.join(60)
             assert "node 1 (10.213.7.2) with worker 1 on node 1 is lost: nothing was heard for 1.5 s" in reader.error
-            assert reader.ended - cut < 40
+            assert reader.ended - cut < 3.0  # 1.8 s on two busy cores
         assert server.wait(60) == 1
         assert node.wait(60) == 1 and "node 0 (10.213.7.1:29501) is lost" in node.log
         wait_until(lambda: not any("executor.remote" in command for _, command in node.children()))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -33,7 +34,7 @@ class Reader(threading.Thread):
 
     def __init__(self, server: Hosted) -> None:
         super().__init__(daemon=True)
-        self.begun, self.error, self._url = threading.Event(), "", server.url
+        self.begun, self.error, self.ended, self._url = threading.Event(), "", 0.0, server.url
         self.start()
 
     def run(self) -> None:
@@ -43,6 +44,7 @@ class Reader(threading.Thread):
                     self.error = line if '"error"' in line or answer.status_code != 200 else ""
                     self.begun.set()
                     if self.error:
+                        self.ended = time.monotonic()
                         return
 
 
@@ -62,8 +64,10 @@ def test_two_ranks_serve_and_a_killed_one_ends_the_server(flag: str, name: str, 
         for reader in readers:
             assert reader.begun.wait(60)
         os.kill(workers[1], signal.SIGKILL)
+        killed = time.monotonic()
         for reader in readers:
             reader.join(60)
+            assert reader.ended - killed < 2.0
             said = f"engine is dead: {name} (process {workers[1]}) was killed by SIGKILL"
             assert said in reader.error, reader.error
         assert server.wait(60) == 1

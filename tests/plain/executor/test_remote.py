@@ -338,12 +338,16 @@ def test_the_dead_rank_is_named_and_not_the_one_that_complains_of_it() -> None:
         executor.shutdown()
 
 
-def test_a_death_is_told_while_nobody_asks() -> None:
-    executor, heard = start(2), queue.SimpleQueue[EngineDeadError]()
+def test_a_death_is_told_while_nobody_asks(executor: RemoteExecutor) -> None:
+    """Within 2 s: silence alone would take QUIRE_WORKER_TIMEOUT_S, 10 s."""
+    heard = queue.SimpleQueue[EngineDeadError]()
     try:
         executor.when_dead(heard.put)
-        os.kill(executor.call("said", [], {}, 30.0)[1][4], signal.SIGKILL)
+        victim = executor.call("said", [], {}, 30.0)[1][4]
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
         assert "worker 1" in heard.get(timeout=60).reason
+        assert time.monotonic() - killed < 2.0
         executor.when_dead(heard.put)  # at once, since it is known
         assert "worker 1" in heard.get(timeout=60).reason
     finally:
@@ -365,8 +369,10 @@ def test_a_stopped_worker_is_taken_to_hang_and_is_named(monkeypatch: pytest.Monk
         time.sleep(3.5)
         assert heard.empty()  # idle is not hanging
         os.kill(pids[1], signal.SIGSTOP)
+        stopped = time.monotonic()
         why = "no sign of life within 3 s .QUIRE_WORKER_TIMEOUT_S. from worker 1: the process hangs or is stopped"
         assert re.search(why, heard.get(timeout=60).reason)
+        assert time.monotonic() - stopped < 3.0 + 2.0
         with pytest.raises(EngineDeadError, match=why):
             executor.forward(PLAN)
     finally:

@@ -23,11 +23,12 @@ PIXEL = b"\x89PNG not really"
 
 class Handler(http.server.BaseHTTPRequestHandler):
     secret: ClassVar[list[str]] = []
+    place: ClassVar[str] = ""  # of redirects; "": the secret of this server
 
     def do_GET(self) -> None:
         if self.path == "/redirect":
             self.send_response(302)
-            self.send_header("Location", f"http://127.0.0.1:{self.server.server_address[1]}/secret")
+            self.send_header("Location", self.place or f"http://127.0.0.1:{self.server.server_address[1]}/secret")
             self.end_headers()
             return
         if self.path == "/secret":
@@ -89,7 +90,9 @@ def test_an_allowed_host_is_fetched(port: int) -> None:
     "url",
     ["http://127.0.0.1/x", "http://localhost/x", "http://[::1]/x", "http://10.0.0.1/x", "http://192.168.1.1/x",
      "http://172.16.0.9/x", "http://169.254.169.254/latest/meta-data", "http://[fe80::1]/x", "http://0.0.0.0/x",
-     "http://[::ffff:127.0.0.1]/x", "http://2130706433/x", "http://0x7f000001/x", "http://[64:ff9b::7f00:1]/x"],
+     "http://[::ffff:127.0.0.1]/x", "http://2130706433/x", "http://0x7f000001/x", "http://[64:ff9b::7f00:1]/x",
+     "http://127.1/x", "http://[::]/x", "http://[fd00::1]/x", "http://[2002:7f00:1::]/x", "http://[ff02::1]/x",
+     "http://100.64.0.1/x", "http://198.18.0.1/x", "http://224.0.0.1/x", "http://240.0.0.1/x", "https://10.1.2.3/x"],
 )  # fmt: skip
 def test_private_addresses_are_refused(url: str) -> None:
     with pytest.raises(InputError, match=r"not public|resolved"):
@@ -124,6 +127,7 @@ def test_only_listed_domains(port: int) -> None:
 
 def test_redirects_are_not_followed_unless_allowed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     Handler.secret.clear()
+    Handler.place = ""
     with pytest.raises(InputError, match="redirects are not followed"):
         OPEN.read(f"http://127.0.0.1:{port}/redirect", "image")
     assert not Handler.secret
@@ -139,6 +143,66 @@ def test_redirects_are_not_followed_unless_allowed(port: int, monkeypatch: pytes
     finally:
         monkeypatch.undo()
         env.forget_all()
+
+
+NAMES = {"public.example": "93.184.216.34", "inside.example": "10.1.2.3", "turns.example": "93.184.216.34"}
+
+
+@pytest.fixture
+def internet(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names resolve as NAMES says, `turns.example` only once; a public address is the server here. The addresses that
+    were connected to. Redirects are followed."""
+    connected: list[str] = []
+    asked: list[str] = []
+    resolve, connect = socket.getaddrinfo, socket.create_connection
+
+    def look_up(host: str, *args: object, **kwargs: object) -> object:
+        turned = host == "turns.example" and host in asked
+        asked.append(host)
+        return resolve("127.0.0.1" if turned else NAMES.get(host, host), *args, **kwargs)  # type: ignore[arg-type]
+
+    def open_to(address: tuple[str, int], timeout: float) -> socket.socket:
+        connected.append(address[0])
+        return connect(("127.0.0.1", port) if address[0] == "93.184.216.34" else address, timeout)
+
+    monkeypatch.setattr("quire.base.fetch.socket.getaddrinfo", look_up)
+    monkeypatch.setattr("quire.base.fetch.socket.create_connection", open_to)
+    monkeypatch.setenv("QUIRE_MEDIA_URL_ALLOW_REDIRECTS", "1")
+    env.forget_all()
+    yield connected
+    monkeypatch.undo()
+    env.forget_all()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["http://127.0.0.1:{port}/secret", "//localhost:{port}/secret", "http://inside.example:{port}/secret",
+     "http://[::ffff:127.0.0.1]:{port}/secret", "http://169.254.169.254/latest", "http://turns.example:{port}/secret"],
+)  # fmt: skip
+def test_a_public_host_that_redirects_into_a_private_network(place: str, port: int, internet: list[str]) -> None:
+    """The last of them is the host itself, whose name leads elsewhere when it is asked for again."""
+    Handler.secret.clear()
+    Handler.place = place.format(port=port)
+    assert MediaSources().read(f"http://public.example:{port}/x", "image") == PIXEL
+    host = "turns.example" if "turns" in place else "public.example"
+    with pytest.raises(InputError, match=r"is refused: address .* is not public"):
+        MediaSources().read(f"http://{host}:{port}/redirect", "image")
+    assert set(internet) == {"93.184.216.34"} and not Handler.secret
+
+
+def test_a_host_that_redirects_to_itself_for_ever(port: int, internet: list[str]) -> None:
+    Handler.place = f"http://public.example:{port}/redirect"
+    with pytest.raises(InputError, match="more than 5 redirects"):
+        MediaSources().read(f"http://public.example:{port}/redirect", "image")
+    assert len(internet) == 6
+
+
+def test_a_host_with_a_private_address_among_others(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in ("93.184.216.34", "127.0.0.1")]
+    monkeypatch.setattr("quire.base.fetch.socket.getaddrinfo", lambda *args, **kwargs: found)
+    monkeypatch.setattr("quire.base.fetch.socket.create_connection", None)
+    with pytest.raises(InputError, match=r"address 127\.0\.0\.1 is not public"):
+        MediaSources().read(f"http://both.example:{port}/x", "image")
 
 
 @pytest.mark.parametrize(("path", "why"), [("/endless", "limit of 1000000 bytes|0.6 s"), ("/lies", "offers|ended"),
