@@ -144,7 +144,7 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: 
 def test_a_class_of_executors_goes_as_its_import_path(tmp_path: Path) -> None:
     parallel = resolve(tmp_path, tensor_parallel_size=2, distributed_executor_backend=FakeExecutor)
     assert parallel.distributed_executor_backend == "tests.fake_engine:FakeExecutor"
-    with pytest.raises(ConfigError, match="expected a class or an import path like 'package.module:Name', got 7"):
+    with pytest.raises(ConfigError, match=r"expected a class or an import path like 'package.module:Name', got 7"):
         resolve(tmp_path, distributed_executor_backend=7)
 
 
