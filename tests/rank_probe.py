@@ -16,6 +16,10 @@ def rank_of(worker: Any) -> int:
     return rank
 
 
+def processors_of(worker: Any) -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
 def weight_bytes(worker: Any) -> int:
     return sum(parameter.nbytes for parameter in worker.get_model().parameters())
 

@@ -80,6 +80,7 @@ class _Later:
 class ThreadStages:
     """As an Executor."""
 
+    supports_pp = True
     watch: ClassVar[Callable[[str, int, int], None] | None] = None  # ("begin" or "end", stage, step)
 
     def __init__(self, config: Any) -> None:

@@ -146,6 +146,7 @@ def make_executor(config: EngineConfig) -> Executor:
                 param="distributed_executor_backend",
                 value=name,
             ) from None
+        _check_own(backend, describe(name), config.parallel_config.pipeline_parallel_size)
     elif name in BACKENDS:
         backend = BACKENDS.get(name)
     else:
@@ -157,6 +158,23 @@ def make_executor(config: EngineConfig) -> Executor:
         )
     executor: Executor = backend(config)
     return executor
+
+
+def _check_own(backend: Any, name: str, stages: int) -> None:
+    """Of a class that is not Quire's."""
+    if not callable(backend):
+        raise ConfigError(
+            f"distributed_executor_backend {name!r} is no class of executors, but {backend!r:.100}",
+            param="distributed_executor_backend",
+            value=name,
+        )
+    if stages > 1 and not getattr(backend, "supports_pp", False):
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: the executor {name!r} does not say that it has stages "
+            "(supports_pp = True)",
+            param="distributed_executor_backend",
+            value=name,
+        )
 
 
 def one_model(infos: Sequence[ModelInfo]) -> ModelInfo:

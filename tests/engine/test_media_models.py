@@ -36,9 +36,18 @@ from tests.products import marked
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias=dict.fromkeys(NOT_SAID, -100.0))
 
 
+HYBRIDS = ("Qwen3_5", "Lfm2Vl", "MiniCPMV4_", "MiniCPMOcr")  # prefixes of states are kept only if asked
+WHOLE = ("PaliGemma",)  # prompts are computed whole, and no prefix is kept
+
+SHORT = ("Lfm2Vl", "MiniCPMV4_6", "MolmoForCausalLM")  # no block of these prompts ends within an item
+
+
 class Served:
     def __init__(self, name: str, folder: Path, **options: Any) -> None:
         self.name, self.model = name, make_model(name, folder)
+        self.cached: list[int] = []  # tokens of the last prompts that were found
+        if name.startswith(HYBRIDS):
+            options["enable_prefix_caching"] = True
         self.llm = LLM(str(folder), dtype="float32", max_model_len=512, max_num_seqs=8, block_size=16, **options)
         self.items = [draw_item(name, self.model, seed) for seed in range(3)]
 
@@ -66,6 +75,7 @@ class Served:
 
     def answers(self, prompts: list[list[Any]], **more: Any) -> list[list[int]]:
         outputs = self.llm.generate([prompt_of(pieces) for pieces in prompts], GREEDY)
+        self.cached = [output.num_cached_tokens or 0 for output in outputs]
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -100,7 +110,15 @@ def test_tokens_equal_transformers(served: Served) -> None:
         assert is_greedy(served.name, served.model, pieces, answer)
     for pieces, answer in zip(served.longer, served.answers(served.longer), strict=True):
         assert is_greedy(served.name, served.model, pieces, answer)
+    assert served.scheduler.kv.caching is not served.name.startswith(WHOLE)
+    assert served.cached[0] > 0 or not served.scheduler.kv.caching
     check_chunks(served, prompts, answers, 7)
+
+
+def ends_within(pieces: list[Any], num: int) -> bool:
+    """So many tokens of a prompt: an item begins before their end, and ends behind it."""
+    items = prompt_of(pieces).get("multi_modal_data", ())
+    return any(item.offset < num < item.offset + item.length for item in items)
 
 
 def check_chunks(served: Served, prompts: list[list[Any]], expected: list[list[int]], *sizes: int) -> None:
@@ -116,6 +134,8 @@ def check_chunks(served: Served, prompts: list[list[Any]], expected: list[list[i
     for chunk in sizes:
         budget.most = chunk
         assert served.answers(prompts[:2]) == expected[:2], f"with prefix hits, in chunks of {chunk}"
+        hits = zip(prompts, served.cached, strict=False)
+        assert served.name.startswith((*WHOLE, *SHORT)) or any(ends_within(*hit) for hit in hits)
         served.llm.reset_prefix_cache()
         encoder.clear()
         assert served.answers(prompts[1:]) == expected[1:], f"in chunks of {chunk}"

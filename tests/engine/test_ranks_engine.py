@@ -187,6 +187,18 @@ def test_a_rank_that_never_comes_to_a_sum_is_named(folder: Path, monkeypatch: py
             llm.generate(PROMPTS, params, use_tqdm=False)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_ranks_have_a_list_of_processors_each_and_divide_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("QUIRE_CPU_OMP_THREADS_BIND", f"{first}|{second}")
+    monkeypatch.delenv("QUIRE_CPU_KVCACHE_SPACE")
+    env.forget_all()
+    with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as llm:
+        assert llm.collective_rpc("tests.rank_probe:processors_of") == [[first], [second]]
+        free = llm.collective_rpc("free_bytes")
+        assert sum(free) <= 4 << 30 and len(free) == 2 and min(free) > 0
+
+
 def test_a_pooling_model(tmp_path: Path) -> None:
     make_pooling("BertModel", tmp_path)
     options = OPTIONS | {"max_model_len": 48}

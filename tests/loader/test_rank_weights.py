@@ -26,7 +26,9 @@ from quire.quant.plain import plain_storage
 from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import NotBuiltError
 from tests.engine.test_quantized_formats import FORMS
+from tests.gguf_blocks import TYPES, write_model
 from tests.models.test_ranks import LOADING
+from tests.products import marked
 from tests.quantized import write
 from tests.shard_rank import steps
 from tests.thread_ranks import on_ranks
@@ -113,7 +115,7 @@ def answers_of(config: Any, group: ShardGroup) -> list[Tensor]:
     return steps(model)
 
 
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", marked(FORMS, CODED))
 def test_quantized_checkpoints_decoded(name: str, tmp_path: Path) -> None:
     write(tmp_path, "LlamaForCausalLM", FORMS[name][0])
     config = config_of(tmp_path, "float32")
@@ -127,11 +129,11 @@ def numbers_of(part: Packed | Tensor) -> Tensor:
     return (unpack(part) if isinstance(part, Packed) else part).float()
 
 
-def check_stored(config: Any) -> None:
+def check_stored(config: Any, *, packed: bool = True) -> None:
     """Every matrix of a rank, as it is stored for the CPU kernels, is its part of the matrix of one rank that has all;
     where rounding to blocks came in between, within that."""
     whole = packed_matrices(load_model(config, "cpu", ALONE))
-    assert any(isinstance(part, Packed) for matrix in whole.values() for part in matrix.parts.values())
+    assert packed is any(isinstance(part, Packed) for matrix in whole.values() for part in matrix.parts.values())
     for rank in (0, 1):
         own = packed_matrices(load_model(config, "cpu", ShardGroup(rank, 2)))
         assert own.keys() == whole.keys()
@@ -146,10 +148,26 @@ def check_stored(config: Any) -> None:
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", marked(FORMS, CODED))
 def test_quantized_checkpoints_as_stored(name: str, tmp_path: Path) -> None:
     write(tmp_path, "LlamaForCausalLM", FORMS[name][0])
     check_stored(config_of(tmp_path, "bfloat16"))
+
+
+KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # blocks that CPU kernels multiply
+
+
+@pytest.mark.parametrize("name", marked(TYPES, ("Q4_K", "Q8_0", "IQ4_NL")))
+def test_gguf_files(name: str, tmp_path: Path) -> None:
+    """In blocks of 32 numbers, and of 256, of which a rank has a half or two: decoded, and as they are stored."""
+    file = write_model(tmp_path / "model.gguf", name, tied=False)
+    config = config_of(file, "float32")
+    whole = answers_of(config, ALONE)
+    for own in on_ranks(2, lambda group: answers_of(config, group)):
+        for one, other in zip(own, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+    if kernels() is not None:
+        check_stored(config_of(file, "auto"), packed=name in KEPT)
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels")

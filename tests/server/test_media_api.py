@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,54 @@ def test_anthropic_client(server: Live, tiny: TinyLlava) -> None:
     assert answer.usage.input_tokens == len(ids)
     assert answer.content[0].text == tiny.processor.tokenizer.decode(expected, skip_special_tokens=True)
     assert client.messages.count_tokens(model=name, messages=messages).input_tokens == len(ids)
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    """Of the picture A, over http."""
+
+    class Host(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(base64.b64decode(data_url(A).partition(",")[2]))
+
+        def log_message(self, *words: object) -> None: ...
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Host)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield f"http://localhost:{made.server_address[1]}"
+    made.shutdown()
+    made.server_close()
+
+
+def test_anthropic_urls_and_results_of_tools(server: Live, tiny: TinyLlava, host: str) -> None:
+    """One image behind a URL, another that a tool gave."""
+    data = data_url(B).partition(",")[2]
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    asked = {"type": "image", "source": {"type": "url", "url": f"{host}/a.png"}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [
+            {"type": "text", "text": "I look."}, {"type": "tool_use", "id": "t1", "name": "see", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [shown, {"type": "text", "text": "seen"}]},
+            asked, {"type": "text", "text": "What is shown?"}]},
+    ]  # fmt: skip
+    text = "user: Look.\nassistant: I look.\ntool: <image>\nseen\nuser: <image>\nWhat is shown?\nassistant:"
+    ids, expected = tiny.answer(text, [B, A])
+    assert expected != tiny.answer(text, [A, B])[1]
+    body = {"messages": messages, "max_tokens": NUM, "temperature": 0, "tools": [{"name": "see", "input_schema": {}}]}
+    answer = server.post("/v1/messages", {"model": server.state.served.base.name, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["input_tokens"] == len(ids)
+    assert answer.json()["content"][0]["text"] == tiny.processor.tokenizer.decode(expected, skip_special_tokens=True)
+    asked["source"]["url"] = f"{host.replace('localhost', '127.0.0.1')}/a.png"
+    refused = server.post("/v1/messages", {"model": server.state.served.base.name, **body})
+    assert refused.status_code == 400 and "not one of those allowed" in refused.text
+    asked["source"] = {"type": "file", "file_id": "f-1"}
+    refused = server.post("/v1/messages", {"model": server.state.served.base.name, **body})
+    assert refused.status_code == 400 and "messages[2].content[1].source must be of type base64 or url" in refused.text
 
 
 def test_responses(server: Live, tiny: TinyLlava) -> None:

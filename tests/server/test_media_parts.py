@@ -115,6 +115,12 @@ def test_audio_in_every_form(audio_server: Live, hearing: Hearing) -> None:
     ):
         assert said(audio_server, hearing.bias, part, QUESTION) == expected, part["type"]
     wait_for_counts(audio_server, 4, 2)  # the same bytes, however they come, are encoded once; embeddings are others
+    part = {"type": "input_audio", "input_audio": {"data": encoded(SOUND), "format": "wav"}, "uuid": "a sound"}
+    assert said(audio_server, hearing.bias, part, QUESTION) == expected
+    wait_for_counts(audio_server, 5, 2)  # a name of its own
+    again = {"type": "input_audio", "input_audio": None, "uuid": "a sound"}
+    assert said(audio_server, hearing.bias, again, QUESTION) == expected
+    wait_for_counts(audio_server, 6, 3)  # and what it names is neither sent nor encoded again
     other = {"type": "input_audio", "input_audio": {"data": encoded(speech(5, 0.9)), "format": "wav"}}
     assert said(audio_server, hearing.bias, other, QUESTION) != expected  # what is said matters
 

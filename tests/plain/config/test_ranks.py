@@ -12,6 +12,7 @@ from quire.base import env
 from quire.config import EngineArgs
 from quire.config.ranks import MOST_RANKS
 from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
+from tests.fake_engine import FakeExecutor
 from tests.plain.config.test_hints import LLAMA
 
 DIVIDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
@@ -138,6 +139,13 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=said):
         resolve(tmp_path, **options)
+
+
+def test_a_class_of_executors_goes_as_its_import_path(tmp_path: Path) -> None:
+    parallel = resolve(tmp_path, tensor_parallel_size=2, distributed_executor_backend=FakeExecutor)
+    assert parallel.distributed_executor_backend == "tests.fake_engine:FakeExecutor"
+    with pytest.raises(ConfigError, match=r"expected a class or an import path like 'package.module:Name', got 7"):
+        resolve(tmp_path, distributed_executor_backend=7)
 
 
 def test_batch_invariant_contexts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

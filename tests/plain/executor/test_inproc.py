@@ -24,8 +24,14 @@ class Worker(FakeWorker):
         self.ended = True
 
 
-def config(backend):
-    return SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=backend))
+def config(backend, stages=1):
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend=backend, pipeline_parallel_size=stages)
+    )
+
+
+class Staged(FakeExecutor):
+    supports_pp = True
 
 
 @pytest.fixture
@@ -46,6 +52,14 @@ def test_backends_by_name_and_by_path():
         make_executor(config("no.such:Executor"))
     with pytest.raises(ConfigError, match="'carrier_pigeon'"):
         make_executor(config("carrier_pigeon"))
+    with pytest.raises(ConfigError, match=r"'tests\.fake_engine:VOCAB' is no class of executors, but"):
+        make_executor(config("tests.fake_engine:VOCAB"))
+
+
+def test_a_class_of_ones_own_says_whether_it_has_stages():
+    assert type(make_executor(config(f"{__name__}:Staged", 2))) is Staged
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2: the executor .*FakeExecutor' does not say"):
+        make_executor(config("tests.fake_engine:FakeExecutor", 2))
 
 
 def test_calls(executor):

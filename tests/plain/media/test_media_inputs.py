@@ -149,6 +149,19 @@ def test_the_cache_saves_work_and_keys_tell_content(llava: MediaInputs) -> None:
     assert len(keys) == 5
 
 
+def test_io_options_of_the_engine_and_of_a_prompt(made: list[MediaInputs], llava: MediaInputs) -> None:
+    """--media-io-kwargs, over which a prompt's own go."""
+    clear, dark, light = Image.new("RGBA", (40, 30), (0, 0, 0, 0)), [0, 0, 0], [255, 255, 255]
+    made.append(inputs(media_io_kwargs={"image": {"rgba_background_color": dark}}))
+
+    def pixels(media: MediaInputs, colour: list[int] | None = None) -> bytes:
+        asked = None if colour is None else {"image": {"rgba_background_color": colour}}
+        (item,) = load(media, {"image": clear}, None, None, asked).items["image"]
+        return bytes(np.asarray(item.item.arrays["pixel_values"]).tobytes())
+
+    assert pixels(made[-1]) == pixels(llava, dark) != pixels(llava) == pixels(made[-1], light)
+
+
 def test_uuids_name_items_without_sending_them_again(llava: MediaInputs, made: list[MediaInputs]) -> None:
     sent = load(llava, {"image": [colour(1), colour(2)]}, {"image": ["cat", None]}).items["image"]
     recalled = load(llava, {"image": [None]}, {"image": ["cat"]}).items["image"]
