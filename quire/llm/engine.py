@@ -31,7 +31,7 @@ from quire.observe.metrics import Metrics, check_buckets
 from quire.observe.reader import Metric
 from quire.observe.tracers import make_tracer
 from quire.observe.tracing import Tracer
-from quire.schema.errors import ConfigError, EngineDeadError, InputError, message_of
+from quire.schema.errors import ConfigError, EngineDeadError, InputError, QuireError, message_of
 from quire.schema.messages import EngineReady, Outputs
 from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams
@@ -350,7 +350,10 @@ class LLMEngine(FrontEngine):
                 self._results += processed.results
                 self._failures += processed.failures
             if self._failures:
-                raise self._failures.pop(0)[1]
+                request_id, failed = self._failures.pop(0)
+                if isinstance(failed, QuireError):
+                    failed.request_id = request_id
+                raise failed
             results, self._results = self._results, []
         return results
 

@@ -464,6 +464,29 @@ def test_an_interrupt_during_a_verb_leaves_the_step_whole(folder):
         assert ended(engine) == {"r": "ababa"}
 
 
+def test_an_error_names_the_prompt_that_it_is_about(llm):
+    prompts = ["ab"] * 300
+    prompts[277] = "x" * 200
+    with pytest.raises(InputError, match=r"^prompts\[277\]: The request is longer than the maximum"):
+        llm.generate(prompts, SHORT, use_tqdm=False)
+    with pytest.raises(InputError, match=r"^The request is longer than the maximum"):
+        llm.generate(prompts[277], SHORT, use_tqdm=False)
+    with pytest.raises(InputError, match=r"^prompts\[1\]: a prompt is a string"):
+        llm.generate(["ab", None], SHORT, use_tqdm=False)
+    fails = SamplingParams(max_tokens=5, extra_args={"fail_at": 2})
+    with pytest.raises(EngineGenerateError, match=r"^prompts\[2\]: .*this one cannot go on"):
+        llm.generate(["ab"] * 4, [SHORT, SHORT, fails, SHORT], use_tqdm=False)
+    assert texts(llm.generate(["ab", "c"], SHORT, use_tqdm=False)) == ["ababa", "ccccc"]
+
+
+def test_an_error_names_the_conversation_that_it_is_about(inside):
+    right, wrong = [{"role": "user", "content": "ab"}], [{"content": "ab"}]
+    with pytest.raises(InputError, match=r"^messages\[1\]: "):
+        inside.chat([right, wrong], SHORT, use_tqdm=False)
+    with pytest.raises(InputError, match=r"^(?!messages\[0\]: )"):
+        inside.chat([wrong], SHORT, use_tqdm=False)
+
+
 def test_threads_take_turns_and_get_the_answers_of_serial_calls(llm):
     prompts = [["ab", "cde"], ["xy"], ["pqr", "st", "uvw"], ["k"]] * 2
     params = SamplingParams(max_tokens=20)
