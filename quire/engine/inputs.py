@@ -712,9 +712,9 @@ class InputProcessor:
             )
         if rank is not None and (isinstance(rank, bool) or rank not in self._ranks):
             ranks = self._ranks
-            known = f"engines {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"engine {ranks[0]}"
+            known = f"are engines {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"is engine {ranks[0]}"
             raise InputError(
-                f"data_parallel_rank is {rank!r}; there is {known} here", param="data_parallel_rank", value=rank
+                f"data_parallel_rank is {rank!r}; there {known} here", param="data_parallel_rank", value=rank
             )
 
 
