@@ -399,7 +399,7 @@ MAX_VIDEO_FRAMES = Variable(
 )
 AUDIT = Variable("AUDIT", False, _flag, "1: check the block accounting at every step, not only when idle.")
 ENGINE_START_TIMEOUT_S = Variable(
-    "ENGINE_START_TIMEOUT_S", 600, _whole, "Seconds an engine process may take to get ready."
+    "ENGINE_START_TIMEOUT_S", 600, _above_zero, "Seconds an engine process may take to get ready."
 )
 WORKER_TIMEOUT_S = Variable(
     "WORKER_TIMEOUT_S", 10.0, _seconds_or_never,

@@ -200,8 +200,9 @@ def _signals_blocked() -> Iterator[None]:
 
     The parent gets what came meanwhile afterwards, or another thread of it does at once.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # may raise what a handler does
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -86,10 +86,14 @@ class HeldSignals:
         self._is_over = False
         if threading.current_thread() is not threading.main_thread():
             return  # no handler is called here
-        for number in USUAL:
-            if callable(handler := fast.getsignal(number)):
-                self._handlers[number] = handler
-                fast.signal(number, self._take)
+        try:
+            for number in USUAL:
+                if callable(handler := fast.getsignal(number)):
+                    self._handlers[number] = handler
+                    fast.signal(number, self._take)
+        except BaseException:  # that of a handler which was not held back yet: nobody would leave what is not entered
+            self.__exit__(None, None, None)
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Call the handlers of what came, every one even if one raises."""

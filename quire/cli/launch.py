@@ -36,6 +36,7 @@ def render(arguments: Sequence[str], program: str) -> int:
     args.disable_console = True  # there is no engine to chat with
     args.disable_log_stats = True  # and its counters would all be 0
     options = serve.options_of(args)
+    serve.log_as_asked(args)
     laps.mark("options")
     config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.RENDER_SERVER)
     laps.mark("model config")

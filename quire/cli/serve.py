@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 
 from quire.base.clock import Laps
 from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
+from quire.config.extras import LoggingConfig
 from quire.config.flags import add_flags
+from quire.config.logs import apply_logging
+from quire.config.option import declarations
 from quire.config.server import ServerConfig, flats, server_config
 from quire.schema.errors import ConfigError, ModelNotFoundError
 
@@ -34,6 +37,7 @@ def serve(arguments: Sequence[str], program: str) -> int:
     if args.model_tag is not None:
         args.model = args.model_tag
     options = options_of(args)
+    log_as_asked(args)
     laps.mark("options")
     if options.headless:
         return serve_node(args, options)
@@ -112,6 +116,11 @@ def make_parser(program: str) -> FlexibleArgumentParser:
         help=argparse.SUPPRESS,
     )  # fmt: skip
     return parser
+
+
+def log_as_asked(args: argparse.Namespace) -> None:
+    """Before anything is logged: whoever reads lines of JSON, or has them in a file, wants the first ones too."""
+    apply_logging(LoggingConfig(**{name: vars(args)[name] for name in declarations(LoggingConfig)}))
 
 
 def options_of(args: argparse.Namespace) -> ServerConfig:

@@ -159,6 +159,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         positionals = (a for a in self._actions if not a.option_strings and a.dest == key.replace("-", "_"))
         return flag or next(positionals, None)
 
+    def is_negation(self, key: str) -> bool:
+        """Of an option that is on or off: --no-NAME."""
+        flag = self._known_spelling(f"--{key}")
+        return flag.startswith("--no-") and isinstance(self.find(flag), argparse.BooleanOptionalAction)
+
     def nearest(self, wrong: Iterable[str]) -> str:
         known = list(_flags_of(self))
         hints = []
@@ -204,19 +209,42 @@ class _OptionFile:
             parser.error(f"--config needs a .yaml, .yml or .json file, got {path!r}")
         if not os.path.isfile(path):
             parser.error(f"--config: there is no file {path!r}")
+        seen: dict[argparse.Action, Any] = {}
+        for key, value in self._pairs(path):
+            action = parser.action_called(str(key))
+            if action is None or isinstance(action, argparse._HelpAction):
+                parser.error(f"--config {path}: there is no option {key!r}{parser.nearest([f'--{key}'])}")
+            if action in seen:
+                again = "is given twice" if seen[action] == key else f"is the same option as {seen[action]!r}"
+                parser.error(f"--config {path}: {key!r} {again}; name each option once")
+            seen[action] = key
+            yield action, self._value(path, str(key), action, value)
+
+    def _pairs(self, path: str) -> list[tuple[Any, Any]]:
+        """The keys and values of the file, a key that stands there twice among them."""
+        error = self.parser.error
+        loader = None
         try:
             with open(path, encoding="utf-8") as file:
-                content = load("yaml:safe_load")(file)
+                loader = load("yaml:SafeLoader")(file)
+                root = loader.get_single_node()
+                content = None if root is None else loader.construct_document(root)
+        except OSError as wrong:
+            error(f"--config {path}: {wrong.strerror}")
         except (load("yaml:YAMLError"), UnicodeDecodeError) as wrong:
-            parser.error(f"--config {path}: not readable as YAML: {wrong}")
-        content = {} if content is None else content  # nothing, or only comments
+            error(f"--config {path}: not readable as YAML: {wrong}")
+        finally:
+            if loader is not None:
+                loader.dispose()
+        if content is None:  # nothing, or only comments
+            return []
         if not isinstance(content, dict):
-            parser.error(f"--config {path}: expected a mapping of option names to values, got {type(content).__name__}")
-        for key, value in content.items():
-            action = parser.action_called(str(key))
-            if action is None:
-                parser.error(f"--config {path}: there is no option {key!r}{parser.nearest([f'--{key}'])}")
-            yield action, self._value(path, str(key), action, value)
+            error(f"--config {path}: expected a mapping of option names to values, got {type(content).__name__}")
+        if len(root.value) == len(content):
+            return list(content.items())
+        names = [key.value for key, _ in root.value]
+        twice = next(name for name in names if names.count(name) > 1)
+        error(f"--config {path}: {twice!r} is given twice; name each option once")
 
     def _value(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
         """A value of the file, converted as the flag would convert it."""
@@ -225,7 +253,7 @@ class _OptionFile:
         if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 self.parser.error(f"--config {path}: {key} must be true or false, got {value!r}")
-            return value
+            return value != self.parser.is_negation(key)
         try:
             if action.nargs in ("+", "*") or isinstance(action.nargs, int):
                 items = value if isinstance(value, list) else [value]
@@ -233,6 +261,8 @@ class _OptionFile:
             return self._one_value(action, value)
         except argparse.ArgumentError as wrong:
             self.parser.error(f"--config {path}: {wrong}")
+        except (TypeError, ValueError) as wrong:  # a date, a list that holds itself
+            self.parser.error(f"--config {path}: {key} holds what is not JSON ({wrong}); put text in quotes")
 
     def _one_value(self, action: argparse.Action, value: Any) -> Any:
         if value is True and action.const is True:  # --hf-token without a value

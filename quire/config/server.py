@@ -41,6 +41,15 @@ def as_modules(value: Any) -> Any:
     return tuple(json.dumps(dict(item)) if isinstance(item, Mapping) else item for item in value)
 
 
+def as_prefix(value: Any) -> Any:
+    """Of paths, without the slash that the next part begins with."""
+    if not isinstance(value, str):
+        return value
+    if value and not value.startswith("/"):
+        raise ConfigError(f"root_path is {value!r}; it must begin with '/'", param="root_path", value=value)
+    return value.rstrip("/")
+
+
 def as_paths(value: Any) -> Any:
     """'/health,/ping', as one string or as several."""
     items = json_list(value)
@@ -59,7 +68,7 @@ class ServerConfig(Group):
     uds: str | None = option(
         None, "Path of a unix socket (mode 0600) to listen on instead of host and port.", accepts=str | None
     )
-    root_path: str | None = option(None, "Path prefix that a proxy in front strips.")
+    root_path: str | None = option(None, "Path prefix that a proxy in front strips.", take=as_prefix)
     api_server_count: int = option(
         1, "HTTP processes that share one engine.", unset=None, flags=("-asc",), low=1, high=64
     )

@@ -163,17 +163,20 @@ class InProcessClient:
         self._thread: threading.Thread | None = None
         self._sink: Sink | None = None  # None: nobody is to be told of the end
         self._calls = Calls()
-        self._ending = threading.Lock()  # of the two below, which say who closes the loop
+        self._ending = threading.Lock()  # of who closes the loop: whoever takes it first, or as the two below say
         self._has_ended = False  # the thread runs no more steps
         self._is_left = False  # the loop is the thread's to close
 
     @property
     def loop(self) -> EngineLoop:
-        if self.dead is not None:
-            raise EngineDeadError(self.dead.reason)
+        self._check_alive()
         if self._loop is None:
             raise RuntimeError("wait_ready() was not called")
         return self._loop
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead.reason)
 
     def wait_ready(self) -> EngineReady:
         from quire.engine.start import start_engine  # lazy
@@ -184,26 +187,29 @@ class InProcessClient:
         return ready
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
-        loop = self.loop
+        self._check_alive()
         if self._thread is None:
-            self._turns.take(self._submit_here, loop, requests)
+            self._turns.take(self._submit_here, requests)
             return
         for request in requests:
             self._inbox.put(request)
 
-    def _submit_here(self, loop: EngineLoop, requests: Sequence[EngineRequest]) -> None:
+    def _submit_here(self, requests: Sequence[EngineRequest]) -> None:
+        loop = self.loop  # of this turn: another thread may have closed it since
         with HeldSignals():
             for request in requests:
                 loop.submit(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        loop, ids = self.loop, tuple(request_ids)
+        self._check_alive()
+        ids = tuple(request_ids)
         if self._thread is None:
-            self._turns.take(self._abort_here, loop, ids)
+            self._turns.take(self._abort_here, ids)
         else:
             self._inbox.put(Abort(request_ids=ids))
 
-    def _abort_here(self, loop: EngineLoop, request_ids: tuple[str, ...]) -> None:
+    def _abort_here(self, request_ids: tuple[str, ...]) -> None:
+        loop = self.loop
         with HeldSignals():
             loop.abort(request_ids)
 
@@ -271,11 +277,12 @@ class InProcessClient:
         return future
 
     def close(self) -> None:
-        if self._loop is None:
-            return
-        died = self.dead is not None
-        self.dead = self.dead or EngineDeadError(CLOSED)
-        loop, self._loop = self._loop, None
+        with HeldSignals(), self._ending:  # of several threads one closes the loop
+            loop, died = self._loop, self.dead is not None
+            if loop is None:
+                return
+            self.dead = self.dead or EngineDeadError(CLOSED)
+            self._loop = None
         if self._thread is not None and self._thread is not threading.current_thread():
             self._inbox.put(Stop())
             self._thread.join(CLOSE_PATIENCE_S)

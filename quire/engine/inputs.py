@@ -266,8 +266,12 @@ class InputProcessor:
         for (request_id, _), prompt in zip(
             named, pooling.tokenized(prompts, kwargs, is_cut=keep is not None), strict=True
         ):
-            token_ids, type_start = pooling.token_ids(prompt, keep, kwargs)
-            self._check_pooled_ids(token_ids)
+            try:
+                token_ids, type_start = pooling.token_ids(prompt, keep, kwargs)
+                self._check_pooled_ids(token_ids)
+            except InputError as wrong:
+                wrong.request_id = request_id
+                raise
             own = params if type_start is None else pooling.with_types(params, type_start)
             request = self._pooled_request(request_id, prompt, token_ids, own, options, adapter, arrival, headers)
             ready.append(
@@ -708,9 +712,9 @@ class InputProcessor:
             )
         if rank is not None and (isinstance(rank, bool) or rank not in self._ranks):
             ranks = self._ranks
-            known = f"engines {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"engine {ranks[0]}"
+            known = f"are engines {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"is engine {ranks[0]}"
             raise InputError(
-                f"data_parallel_rank is {rank!r}; there is {known} here", param="data_parallel_rank", value=rank
+                f"data_parallel_rank is {rank!r}; there {known} here", param="data_parallel_rank", value=rank
             )
 
 

@@ -98,6 +98,10 @@ class WeightTable:
         """(checkpoint name, tensor) pairs, all or some of a model's; the names that were taken."""
         taken = set()
         for name, tensor in weights:
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(
+                    f"tensor {name!r} is of type {type(tensor).__name__}; it must be a torch.Tensor", param=name
+                )
             if not self.load(name, tensor):
                 raise CheckpointError(f"the model has no place for tensor {name!r}", param=name)
             taken.add(name)

@@ -16,6 +16,7 @@ from quire.llm.beam_form import BeamForm, BeamForms
 from quire.llm.beam_limits import BeamLimits
 from quire.llm.progress import Progress
 from quire.schema.adapters import LoRARequest
+from quire.schema.errors import make_each
 from quire.schema.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ class BeamCalls:
     ) -> list[BeamSearchOutput]:
         options = [Options(lora_request=lora, any_logprobs=True) for lora in adapters]
         form = None if params.structured_outputs is None else self._form(params.structured_outputs)
-        searches = [self._search(prompt, params, one, form) for prompt, one in zip(prompts, options, strict=True)]
+        searches = make_each(
+            "prompts", list(zip(prompts, options, strict=True)), lambda one: self._search(one[0], params, one[1], form)
+        )
         lengths = [search.max_tokens for search in searches]
         BeamLimits().check(params.beam_width, lengths, 0, self._vocab_size)
         progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")

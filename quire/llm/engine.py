@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from quire.observe.metrics import Metrics, check_buckets
 from quire.observe.reader import Metric
 from quire.observe.tracers import make_tracer
 from quire.observe.tracing import Tracer
-from quire.schema.errors import ConfigError, EngineDeadError, InputError, message_of
+from quire.schema.errors import ConfigError, EngineDeadError, InputError, QuireError, message_of
 from quire.schema.messages import EngineReady, Outputs
 from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams
@@ -283,6 +284,7 @@ class LLMEngine(FrontEngine):
         super().__init__(Front(vllm_config, own_process=own_process))
         self.engine_core = EngineCore(self.front.client)
         self.turns = ThreadTurns()
+        self._told = threading.RLock()  # what was told of requests: by a thread that steps, or ends them
         self._results: list[
             RequestOutput | PoolingRequestOutput[PoolingOutput]
         ] = []  # results of a step that also had a failure to raise
@@ -341,20 +343,26 @@ class LLMEngine(FrontEngine):
     def step(self) -> list[Any]:
         """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised.
         Where several threads call it, each result is returned once, to whichever thread was there."""
-        if not self._failures and len(self.front.outputs):
-            processed = self.front.take(self.front.client.receive())
-            self._results += processed.results
-            self._failures += processed.failures
-        if self._failures:
-            raise self._failures.pop(0)[1]
-        results, self._results = self._results, []
+        news = self.front.client.receive() if not self._failures and len(self.front.outputs) else None
+        with self._told:
+            if news is not None:
+                processed = self.front.take(news)
+                self._results += processed.results
+                self._failures += processed.failures
+            if self._failures:
+                request_id, failed = self._failures.pop(0)
+                if isinstance(failed, QuireError):
+                    failed.request_id = request_id
+                raise failed
+            results, self._results = self._results, []
         return results
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-        self._failures = [failure for failure in self._failures if failure[0] not in ids]
-        self._results = [result for result in self._results if result.request_id not in ids]
-        self.front.abort(ids)
+        with self._told:
+            self._failures = [failure for failure in self._failures if failure[0] not in ids]
+            self._results = [result for result in self._results if result.request_id not in ids]
+            self.front.abort(ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to say yet: a request runs, or an end has not been reported."""

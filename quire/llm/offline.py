@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
@@ -26,7 +27,7 @@ from quire.llm.progress import Progress
 from quire.llm.verbs import verb
 from quire.observe.reader import Metric
 from quire.schema.adapters import LoRARequest
-from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.errors import InputError, NotBuiltError, make_each, named_prompts
 from quire.schema.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -118,20 +119,23 @@ class LLM:
         final = {key: self._resolve(one) for key, one in distinct.items()}
         how = zip(params, priorities, adapters, strict=True)
 
+        places = dict[str, int]()
+
         def prepared(prompts: Iterable[Any]) -> Iterator[PreparedRequest]:
             for prompt, (one, urgency, lora) in zip(prompts, how, strict=True):
                 own = msgspec.structs.replace(options, priority=urgency, lora_request=lora)
-                yield self._prepare(prompt, final[id(one)], own)
+                request_id = str(next(self._ids))
+                places[request_id] = len(places)
+                yield self._prepare(prompt, final[id(one)], own, request_id)
 
-        if len(prompts) == 1 or not self.llm_engine.front.inputs.takes_media:
-            return self._run(list(prepared(prompts)), use_tqdm)
-        from quire.llm.media_ahead import MediaAhead  # lazy
+        with named_prompts(places, len(prompts)):
+            if len(prompts) == 1 or not self.llm_engine.front.inputs.takes_media:
+                return self._run(list(prepared(prompts)), use_tqdm)
+            from quire.llm.media_ahead import MediaAhead  # lazy
 
-        ahead: MediaAhead = MediaAhead(self.llm_engine.front.inputs, prompts)
-        try:
-            return self._run([], use_tqdm, _PromptsAhead(prepared(ahead), ahead, len(prompts)))
-        finally:
-            ahead.close()
+            ahead: MediaAhead = MediaAhead(self.llm_engine.front.inputs, prompts)
+            with closing(ahead):
+                return self._run([], use_tqdm, _PromptsAhead(prepared(ahead), ahead, len(prompts)))
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
         """Only whole answers are handed out."""
@@ -194,10 +198,12 @@ class LLM:
             from quire.llm.media_chat import tokenize_media_chat  # lazy
 
             inputs = self.llm_engine.front.inputs
-            return [tokenize_media_chat(inputs, one, mm_processor_kwargs, how) for one in conversations]
+            return make_each(
+                "messages", conversations, lambda one: tokenize_media_chat(inputs, one, mm_processor_kwargs, how)
+            )
         if mm_processor_kwargs is not None:
             raise NotBuiltError("mm_processor_kwargs: this model takes text only", param="mm_processor_kwargs")
-        return [tokenize_chat(tokenizer, one, **how) for one in conversations]
+        return make_each("messages", conversations, lambda one: tokenize_chat(tokenizer, one, **how))
 
     @in_turn
     def beam_search(
@@ -220,8 +226,15 @@ class LLM:
         calls: BeamCalls = BeamCalls(self.llm_engine, self._prepare, self._run)
         return calls.search(prompts, params, adapters, use_tqdm, concurrency_limit)
 
-    def _prepare(self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options) -> PreparedRequest:
-        return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
+    def _prepare(
+        self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options, request_id: str = ""
+    ) -> PreparedRequest:
+        request_id = request_id or str(next(self._ids))
+        try:
+            return self.llm_engine.front.prepare(request_id, prompt, params, options)
+        except InputError as wrong:
+            wrong.request_id = request_id
+            raise
 
     def _run(
         self,

@@ -18,7 +18,7 @@ from quire.base.registry import load
 from quire.engine.adapters import pair_adapters
 from quire.engine.inputs import Options
 from quire.llm.scoring import check_scoring, cosine, cross_prompts, floats, join_parts, max_sim, pair_up, texts_of
-from quire.schema.errors import InputError
+from quire.schema.errors import InputError, named_prompts
 from quire.schema.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -69,7 +69,9 @@ class PoolingCalls:
         use_tqdm: Any, options: Options, made: Callable[[Result], Any] | None = None,
     ) -> list[Any]:  # fmt: skip
         ids = [str(next(self._ids)) for _ in prompts]
-        with no_collections(), TextsAhead(self._front, ids, prompts, params, adapters, options, self._step) as coming:
+        ahead = TextsAhead(self._front, ids, prompts, params, adapters, options, self._step)
+        places = {} if made is None else {name: place for place, name in enumerate(ids)}  # {}: not the caller's prompts
+        with no_collections(), named_prompts(places, len(ids)), ahead as coming:
             return self._run([], use_tqdm, coming, made)  # what is made stays until the call ends
 
     def _params(self, params: Params, count: int, task: str | None, keep: int | None) -> list[PoolingParams]:

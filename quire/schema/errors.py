@@ -7,7 +7,9 @@ an error is rendered in a dialect. `status` is only a number the server reads.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 from quire.base.distribution import install
 
@@ -39,6 +41,11 @@ class QuireError(Exception):
     """Anything Quire raises on purpose."""
 
     status = 500
+    request_id = ""  # of the request that it is about, where it is about one of several
+
+    def at(self, place: str) -> None:
+        """Say which of several things it is about."""
+        self.args = (_readable(f"{place}: {self}"), *self.args[1:])
 
 
 class InputError(QuireError, ValueError):
@@ -129,6 +136,36 @@ class MissingExtraError(QuireError, ImportError):
     def __init__(self, feature: str, extra: str, missing: str) -> None:
         super().__init__(f"{feature} needs the package '{missing}': run  {install(extra)}")
         self.extra = extra
+
+
+# ---- which of several things it is about --------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+def make_each(name: str, items: Sequence[Item], make: Callable[[Item], Made]) -> list[Made]:
+    """Of each item; an error names the one that it is about."""
+    made = []
+    for place, item in enumerate(items):
+        try:
+            made.append(make(item))
+        except InputError as wrong:
+            if len(items) > 1:
+                wrong.at(f"{name}[{place}]")
+            raise
+    return made
+
+
+@contextmanager
+def named_prompts(places: Mapping[str, int], total: int) -> Iterator[None]:
+    """An error about one of `total` requests, whose places have their ids, names the prompt."""
+    try:
+        yield
+    except QuireError as failed:
+        if total > 1 and failed.request_id in places:
+            failed.at(f"prompts[{places[failed.request_id]}]")
+        raise
 
 
 # ---- over a wire: an error is its kind and its message ------------------------------------------------------------

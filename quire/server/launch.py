@@ -23,7 +23,6 @@ from quire.base.clock import Laps
 from quire.base.collector import no_collections
 from quire.base.log import logger
 from quire.base.net import is_loopback, join_host_port, open_listener, open_unix_listener
-from quire.config.logs import apply_logging
 from quire.engine.absent import AbsentEngine
 from quire.engine.client import EngineClient
 from quire.engine.connect import start_several
@@ -41,7 +40,6 @@ _CERTIFICATE_REQUIRED = 2  # ssl_cert_reqs
 
 def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Sequence[Begun] = ()) -> int:
     """Until it is told to stop (exit status 0) or all engines are dead (1). `begun`: engine processes that wait."""
-    apply_logging(config.logging_config)
     with _terminated():
         check_options(options, config)
         with listener(options) as (opened, url):
@@ -123,7 +121,6 @@ def _client(config: EngineConfig, begun: Sequence[Begun]) -> EngineClient | None
 
 def serve_rendering(options: ServerConfig, config: EngineConfig, laps: Laps) -> int:
     """A server without an engine, until it is told to stop."""
-    apply_logging(config.logging_config)
     if options.api_server_count > 1:
         raise ConfigError(
             f"api_server_count is {options.api_server_count}: a server that renders is one process; start several",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 POLL_SECONDS = 1.0
+_CERTIFICATE, _KEY = b"CERTIFICATE-----", b"PRIVATE KEY-----"  # ends of the lines that begin them
+_LONGEST = 1 << 24
 _Seen = tuple[tuple[int, int, int], ...]
 
 
@@ -43,17 +45,45 @@ def _check(options: ServerConfig) -> None:
             context.set_ciphers(options.ssl_ciphers)
         load_files(context, options)
     except (OSError, ssl.SSLError) as wrong:
-        names = [name for name in (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs) if name]
-        missing = [name for name in names if not os.path.isfile(name)]
-        what = f"there is no file {missing[0]!r}" if missing else f"{wrong} (files: {', '.join(names)})"
-        raise ConfigError(f"TLS cannot be set up: {what}", param="ssl_certfile") from None
+        raise ConfigError(f"TLS cannot be set up: {_why(wrong, options)}", param="ssl_certfile") from None
 
 
 def load_files(context: ssl.SSLContext, options: ServerConfig) -> None:
     assert options.ssl_certfile is not None
-    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=_no_password)
     if options.ssl_ca_certs:
         context.load_verify_locations(options.ssl_ca_certs)
+
+
+def _no_password() -> str:
+    """Instead of a question on the terminal, which would stop a server."""
+    raise ssl.SSLError("the private key is encrypted; a server needs one without a password")
+
+
+def _why(wrong: Exception, options: ServerConfig) -> str:
+    """In terms of the files: OpenSSL's own words name none."""
+    asked = [("ssl_certfile", _CERTIFICATE, "certificate"), ("ssl_keyfile", _KEY, "private key"),
+             ("ssl_ca_certs", _CERTIFICATE, "certificate")]  # fmt: skip
+    for option, mark, what in asked:
+        if (path := getattr(options, option)) is None:
+            continue
+        if not os.path.isfile(path):
+            return f"there is no file {path!r}"
+        if not _contains(path, mark):
+            return f"{option} {path!r} holds no {what} in PEM form"
+    if options.ssl_keyfile is None and not _contains(options.ssl_certfile or "", _KEY):
+        return f"ssl_certfile {options.ssl_certfile!r} holds no private key: name its file with ssl_keyfile"
+    names = [path for option, _, _ in asked if (path := getattr(options, option))]
+    words = wrong.args[-1] if wrong.args else str(wrong)
+    return f"{words} (files: {', '.join(names)})"
+
+
+def _contains(path: str, mark: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return mark in file.read(_LONGEST)
+    except OSError:  # gone since, or not readable: what failed says so
+        return True
 
 
 async def refresh(context: ssl.SSLContext, options: ServerConfig) -> None:
@@ -68,7 +98,7 @@ async def refresh(context: ssl.SSLContext, options: ServerConfig) -> None:
         try:
             load_files(context, options)
         except (OSError, ssl.SSLError) as wrong:
-            log.error("New certificate files cannot be used, the old ones stay: %s", wrong)
+            log.error("New certificate files cannot be used, the old ones stay: %s", _why(wrong, options))
         else:
             log.info("New certificate files are in use")
 

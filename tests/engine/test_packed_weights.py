@@ -7,6 +7,7 @@ text is as likely, that nothing depends on the batch, and that float32 stays exa
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from quire.ops.cpu.forms import register
 from quire.ops.cpu.native import kernels
 from quire.ops.packed import unpack
 from quire.quant.shard import ShardGroup
-from quire.schema.errors import ConfigError
+from quire.schema.errors import CheckpointError, ConfigError
 from tests.tiny_models import write_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
@@ -135,6 +136,10 @@ def test_new_weights_replace_old_ones(tmp_path):
     x = torch.randn(2, linear.in_size)
     wanted = x @ torch.cat(list(fresh.values())).T
     assert (linear(x) - wanted).norm() < 0.02 * wanted.norm()
+    with pytest.raises(
+        CheckpointError, match=r"^tensor 'model.norm.weight' is of type ndarray; it must be a torch.Tensor$"
+    ):
+        model.load_weights([("model.norm.weight", numpy.ones(linear.in_size))])
 
 
 def test_refusals(tmp_path, monkeypatch):

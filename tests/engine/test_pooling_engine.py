@@ -267,6 +267,9 @@ def test_what_does_not_fit_is_refused(bert: Path, tmp_path: Path) -> None:
             (lambda: llm.encode("cat", pooling_task="plugin", use_tqdm=False), "task 'plugin'"),
             (lambda: llm.embed([[]], use_tqdm=False), "cannot be empty"),
             (lambda: llm.embed([[VOCAB]], use_tqdm=False), "out of vocabulary"),
+            (lambda: llm.embed([[20], [20], []], use_tqdm=False), r"^prompts\[2\]: .*cannot be empty"),
+            (lambda: llm.embed(texts_of(2, 65), use_tqdm=False), r"^prompts\[1\]: the input has 65 tokens"),
+            (lambda: llm.score("cat", ["cat", "dog " * 65], use_tqdm=False), "^the input has"),
             (lambda: llm.embed(texts_of(65), use_tqdm=False), "the input has 65 tokens, and this model takes 64"),
             (lambda: llm.embed("cat", pooling_params=PoolingParams(dimensions=0), use_tqdm=False), "dimensions"),
             (lambda: llm.embed("cat", pooling_params=SamplingParams(), use_tqdm=False), "pooling_params"),  # type: ignore[arg-type]

@@ -93,6 +93,7 @@ def test_ranks_of_requests_and_verbs_for_all(tmp_path: Path) -> None:
         for header in ("2", "x", "-1"):
             refused = server.post("/v1/completions", completion(), headers={"X-data-parallel-rank": header})
             assert refused.status_code == 400 and "rank" in refused.json()["error"]["message"]
+            assert header != "2" or "there are engines 0 to 1 here" in refused.text
         for _ in range(3):
             server.post("/v1/completions", completion(), headers={"X-data-parallel-rank": "1"}).raise_for_status()
         assert [sample(server, "vllm:generation_tokens_total", rank) for rank in (0, 1)] == [0, 18]

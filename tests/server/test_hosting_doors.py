@@ -20,8 +20,9 @@ import httpx
 import pytest
 import uvicorn
 
+from quire.config.server import server_config
 from quire.schema.errors import ConfigError
-from quire.server import limits
+from quire.server import limits, tls
 from quire.server.middleware import _users_own as users_own
 from tests.server.hosted import Hosted, completion, hosted, started, wait_until
 
@@ -621,8 +622,32 @@ def test_clients_may_have_to_show_a_certificate(tmp_path):
 def test_tls_files_that_are_not_there_are_named_at_once(tmp_path):
     from tests.fake_engine import write_model
 
-    with started(write_model(tmp_path), "--port", "0", "--ssl-certfile", str(tmp_path / "none.pem")) as server:
+    flags = ("--port", "0", "--log-format", "json", "--ssl-certfile", str(tmp_path / "none.pem"))
+    with started(write_model(tmp_path), *flags) as server:
         assert server.wait() == 1 and "there is no file" in server.lines[-1] and "none.pem" in server.lines[-1]
+        *logged, _ = server.lines  # the cause is no record of the log; all that comes before it is
+        assert any("max_model_len" in json.loads(line)["message"] for line in logged)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
+def test_wrong_tls_files_are_told_in_terms_of_the_options(tmp_path):
+    key, certificate = _certificate(tmp_path, "one")
+    encrypted, empty = str(tmp_path / "encrypted.key"), str(tmp_path / "empty")
+    Path(empty).touch()
+    subprocess.run(
+        ["openssl", "pkcs8", "-topk8", "-in", key, "-out", encrypted, "-passout", "pass:word"],
+        check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    for wrong, words in (
+        ({"ssl_keyfile": None}, f"ssl_certfile '{certificate}' holds no private key: name its file with ssl_keyfile"),
+        ({"ssl_keyfile": empty}, f"ssl_keyfile '{empty}' holds no private key in PEM form"),
+        ({"ssl_certfile": key}, f"ssl_certfile '{key}' holds no certificate in PEM form"),
+        ({"ssl_ca_certs": empty}, f"ssl_ca_certs '{empty}' holds no certificate in PEM form"),
+        ({"ssl_keyfile": encrypted}, "the private key is encrypted; a server needs one without a password"),
+        ({"ssl_keyfile": _certificate(tmp_path, "two")[0]}, "key values mismatch"),
+    ):
+        with pytest.raises(ConfigError, match=rf"TLS cannot be set up: .*{re.escape(words)}"):
+            tls.settings(server_config(**{"ssl_keyfile": key, "ssl_certfile": certificate} | wrong))
 
 
 def _certificate(folder: Path, name: str) -> tuple[str, str]:

@@ -30,6 +30,7 @@ from quire.config import SpeechToTextConfig
 from quire.media.audio import Audio, resample
 from quire.media.speech.clips import cut_into_clips
 from quire.schema.errors import ShutdownError
+from quire.server import websocket
 from quire.server.openai import realtime, speech_desk
 from quire.server.openai.realtime_audio import next_clip
 from quire.server.websocket import MESSAGE_BYTES, MOST_FRAGMENTS
@@ -308,8 +309,9 @@ PING = b"\x89\x80" + bytes(4)
     ids=["fragments", "reserved bits"],
 )  # fmt: skip
 def test_who_breaks_the_protocol_is_told_why_while_still_sending(
-    server: Live, first: bytes, told: tuple[int, str]
+    server: Live, first: bytes, told: tuple[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(websocket, "_LINGER_SECONDS", 120.0)  # however long this client takes
     raw, protocol = by_hand(server)
     with raw:
         raw.sendall(first + FRAGMENT * MOST_FRAGMENTS + PING)
@@ -320,9 +322,11 @@ def test_who_breaks_the_protocol_is_told_why_while_still_sending(
             protocol.receive_data(data)
     assert protocol.close_rcvd is not None
     assert (protocol.close_rcvd.code, protocol.close_rcvd.reason) == told
+    wait_until(lambda: sessions(server).count == 0)
 
 
-def test_who_never_stops_sending_is_cut_off(server: Live) -> None:
+def test_who_never_stops_sending_is_cut_off(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "_LINGER_SECONDS", 0.2)
     raw, _ = by_hand(server)
     with raw, pytest.raises((ConnectionResetError, BrokenPipeError)):
         raw.sendall(b"\x01\x80" + bytes(4))

@@ -61,6 +61,7 @@ def test_environment_is_read_once_with_both_spellings(monkeypatch):
         ("QUIRE_CPU_KVCACHE_SPACE", "nan", "write a number of GiB, 0 or more"),
         ("OMP_NUM_THREADS", "abc", "write a whole number"),
         ("QUIRE_DP_RANK", "1.5", "write a whole number"),
+        ("QUIRE_ENGINE_START_TIMEOUT_S", "-3", "write a whole number above 0"),
         ("QUIRE_PORT", "http", "write a port number"),
     ],
 )

@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from quire.base.turns import ThreadTurns
+from quire.base import turns as module
+from quire.base.turns import USUAL, HeldSignals, ThreadTurns
 
 
 def test_whoever_had_a_turn_queues_behind_those_who_wait():
@@ -25,8 +27,7 @@ def test_whoever_had_a_turn_queues_behind_those_who_wait():
     one.start()
     is_inside.wait()
     other.start()
-    while turns._next.acquire(blocking=False):  # until the other is in the queue
-        turns._next.release()
+    _await_queue(turns)
     may_leave.set()
     one.join()
     other.join()
@@ -50,14 +51,45 @@ def test_an_interrupt_while_waiting_takes_no_turn():
     other = threading.Thread(target=turns.take, args=(lambda: (is_inside.set(), may_leave.wait()),))
     other.start()
     is_inside.wait()
-    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
+    caller = threading.Thread(target=lambda: (_await_queue(turns), os.kill(os.getpid(), signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt):
+        caller.start()
         turns.take(int)
-    assert time.monotonic() - began < 10
+    caller.join()
     may_leave.set()
     other.join()
     assert _elsewhere(turns) == [1] and turns.take(int, "3") == 3
+
+
+def test_signals_are_not_held_back_for_ever_if_that_is_interrupted(monkeypatch):
+    """By a handler that was still to be held back."""
+    before = [signal.getsignal(number) for number in USUAL]
+    held: list[int] = []
+
+    def call(number, handler):
+        signal.signal(number, handler)
+        held.append(number)
+        if len(held) == 2:
+            raise TimeoutError
+
+    try:
+        for number in USUAL:
+            signal.signal(number, lambda number, frame: None)
+        own = [signal.getsignal(number) for number in USUAL]
+        monkeypatch.setattr(module, "fast", SimpleNamespace(getsignal=signal.getsignal, signal=call))
+        with pytest.raises(TimeoutError):
+            HeldSignals().__enter__()
+        assert len(held) > 2 and [signal.getsignal(number) for number in USUAL] == own
+    finally:
+        for number, handler in zip(USUAL, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _await_queue(turns: ThreadTurns) -> None:
+    """Until another thread is next in the queue."""
+    while turns._next.acquire(blocking=False):
+        turns._next.release()
+        time.sleep(0.001)
 
 
 def _elsewhere(turns: ThreadTurns) -> list[int]:

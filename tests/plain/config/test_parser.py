@@ -250,6 +250,13 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
         ("[1, 2]", "expected a mapping of option names to values, got list"),
         ("a: [1", "not readable as YAML"),
         ("3", "expected a mapping of option names to values, got int"),
+        ("seed: 1\nmax-num-seqs: 4\nseed: 2", "'seed' is given twice"),
+        ("max-num-seqs: 4\nmax_num_seqs: 8", "'max_num_seqs' is the same option as 'max-num-seqs'"),
+        ("enforce-eager: true\nno-enforce-eager: true", "'no-enforce-eager' is the same option as 'enforce-eager'"),
+        ("help: true", "there is no option 'help'"),
+        ("seed: 2026-01-01", "seed holds what is not JSON (Object of type date is not JSON serializable)"),
+        ("hf-overrides: {a: 2026-01-01}", "hf-overrides holds what is not JSON"),
+        ("hf-overrides: &x [*x]", "hf-overrides holds what is not JSON (Circular reference"),
     ],
 )
 def test_wrong_files(
@@ -257,6 +264,13 @@ def test_wrong_files(
 ) -> None:
     path = write(tmp_path, text)
     assert words in complaint(parser, ["--config", path], capsys)
+
+
+def test_a_negated_option_in_a_file_negates(parser: FlexibleArgumentParser, tmp_path: Path) -> None:
+    for value in (True, False):
+        path = write(tmp_path, f"no-enable-prefix-caching: {str(value).lower()}\nno_enforce_eager: false")
+        found = parser.parse_args(["--config", path])
+        assert (found.enable_prefix_caching, found.enforce_eager) == (not value, True)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])

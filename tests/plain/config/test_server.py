@@ -91,6 +91,7 @@ def test_an_option_file_is_below_the_command_line(tmp_path):
         ({"fingerprint_mode": "custom"}, "must be set together"),
         ({"api_key_scope": "v2"}, "it must be one of all, v1"),
         ({"request_timeout": 0}, "request_timeout must be above 0"),
+        ({"root_path": "llm"}, "root_path is 'llm'; it must begin with '/'"),
     ],
 )
 def test_what_cannot_be_is_refused(asked, words):
@@ -150,3 +151,8 @@ def test_help_offers_only_what_there_is(capsys):
     with pytest.raises(SystemExit):
         make_parser("quire serve").parse_args(["--help=grpc-port"])
     assert "Not available in this version: --grpc-port" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, None), ("", ""), ("/", ""), ("/llm", "/llm"), ("/llm/", "/llm")])
+def test_a_prefix_ends_without_a_slash(given, kept):
+    assert server_config(root_path=given).root_path == kept

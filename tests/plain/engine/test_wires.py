@@ -295,6 +295,24 @@ def test_signals_are_the_parents_from_the_first_moment(number):
     started.stop(0.0)
 
 
+def test_an_interrupt_while_signals_are_blocked_leaves_none_blocked(monkeypatch):
+    """One that came just before is raised by the call that blocks the next."""
+    block, before = signal.pthread_sigmask, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def interrupted(how, numbers):
+        found = block(how, numbers)
+        if how == signal.SIG_BLOCK and numbers:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Child("builtins:exec", None, name="a child")
+    monkeypatch.undo()
+    found = signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert found == before
+
+
 def test_a_child_of_a_process_with_closed_streams():
     """Whose numbers nothing else gets: what native code prints must not go into a socket."""
     code = (

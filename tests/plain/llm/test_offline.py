@@ -16,6 +16,7 @@ import pytest
 
 from quire import LLM, EngineArgs, LLMEngine, SamplingParams
 from quire.base import env
+from quire.engine.client import CLOSED, InProcessClient
 from quire.schema.errors import ConfigError, EngineDeadError, EngineGenerateError, InputError, NotBuiltError
 from quire.schema.params import RequestOutputKind
 from tests.fake_engine import ids_of, name_of_model, use_fake, write_model
@@ -463,6 +464,29 @@ def test_an_interrupt_during_a_verb_leaves_the_step_whole(folder):
         assert ended(engine) == {"r": "ababa"}
 
 
+def test_an_error_names_the_prompt_that_it_is_about(llm):
+    prompts = ["ab"] * 300
+    prompts[277] = "x" * 200
+    with pytest.raises(InputError, match=r"^prompts\[277\]: The request is longer than the maximum"):
+        llm.generate(prompts, SHORT, use_tqdm=False)
+    with pytest.raises(InputError, match=r"^The request is longer than the maximum"):
+        llm.generate(prompts[277], SHORT, use_tqdm=False)
+    with pytest.raises(InputError, match=r"^prompts\[1\]: a prompt is a string"):
+        llm.generate(["ab", None], SHORT, use_tqdm=False)
+    fails = SamplingParams(max_tokens=5, extra_args={"fail_at": 2})
+    with pytest.raises(EngineGenerateError, match=r"^prompts\[2\]: .*this one cannot go on"):
+        llm.generate(["ab"] * 4, [SHORT, SHORT, fails, SHORT], use_tqdm=False)
+    assert texts(llm.generate(["ab", "c"], SHORT, use_tqdm=False)) == ["ababa", "ccccc"]
+
+
+def test_an_error_names_the_conversation_that_it_is_about(inside):
+    right, wrong = [{"role": "user", "content": "ab"}], [{"content": "ab"}]
+    with pytest.raises(InputError, match=r"^messages\[1\]: "):
+        inside.chat([right, wrong], SHORT, use_tqdm=False)
+    with pytest.raises(InputError, match=r"^(?!messages\[0\]: )"):
+        inside.chat([wrong], SHORT, use_tqdm=False)
+
+
 def test_threads_take_turns_and_get_the_answers_of_serial_calls(llm):
     prompts = [["ab", "cde"], ["xy"], ["pqr", "st", "uvw"], ["k"]] * 2
     params = SamplingParams(max_tokens=20)
@@ -511,6 +535,86 @@ def test_one_thread_may_add_requests_while_another_steps(inside, monkeypatch):
         found |= {one.request_id: one.outputs[0].text for one in engine.step() if one.finished}
     adding.join()
     assert found == dict.fromkeys(names, "ababa") and cut == [False] * len(names)
+
+
+def test_a_request_may_be_aborted_by_one_thread_while_another_reads_its_end(llm, monkeypatch):
+    engine = llm.llm_engine
+    take, aborts = engine.front.take, list[threading.Thread]()
+
+    def slow_take(news):
+        if any(one.finish_reason is not None for one in news.outputs):
+            aborts.append(threading.Thread(target=engine.abort_request, args=("r",)))
+            aborts[-1].start()
+        return take(news)
+
+    process = engine.front.outputs.process
+
+    def outputs_and_a_pause(outputs):
+        yield from outputs
+        for one in aborts:
+            one.join(0.2)  # without the lock it gets in between
+
+    monkeypatch.setattr(engine.front, "take", slow_take)
+    monkeypatch.setattr(engine.front.outputs, "process", lambda outputs: process(outputs_and_a_pause(outputs)))
+    engine.add_request("r", "ab", SHORT)
+    found = [one for one in iter_steps(engine) if one.finished]
+    for one in aborts:
+        one.join()
+    assert len(aborts) == 1 and texts(found) == ["ababa"]
+
+
+def iter_steps(engine):
+    while engine.has_unfinished_requests():
+        yield from engine.step()
+
+
+def test_an_engine_that_two_threads_close_at_once_is_closed_once(folder):
+    config = EngineArgs(model=folder, max_model_len=64).create_engine_config()
+
+    class Racing(InProcessClient):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "dead" and value is not None and not hasattr(self, "other"):
+                self.other = threading.Thread(target=self.close)
+                self.other.start()
+                self.other.join(0.2)  # without the lock it gets in between
+
+    client = Racing(config)
+    client.wait_ready()
+    closed = []
+    shutdown = client.loop.executor.shutdown
+    client.loop.executor.shutdown = lambda: (closed.append(1), shutdown())
+    client.close()
+    client.other.join()
+    assert closed == [1]
+
+
+@pytest.mark.parametrize("verb", ["submit", "abort"])
+def test_what_comes_to_an_engine_that_closes_meanwhile_is_refused(folder, verb):
+    """It waits for its turn behind whoever closes the engine."""
+    client = InProcessClient(EngineArgs(model=folder, max_model_len=64).create_engine_config())
+    client.wait_ready()
+    loop, told = client.loop, []
+    loop.submit = loop.abort = told.append
+    failures = []
+
+    def late():
+        try:
+            getattr(client, verb)(["r"])
+        except EngineDeadError as dead:
+            failures.append(dead.reason)
+
+    def close_when_it_waits():
+        other.start()
+        while client._turns._next.acquire(blocking=False):
+            client._turns._next.release()
+            time.sleep(0.001)
+        client.close()
+
+    other = threading.Thread(target=late)
+    client._turns.take(close_when_it_waits)
+    other.join()
+    assert failures == [CLOSED] and not told
 
 
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR2, signal.SIGINT])
