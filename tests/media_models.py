@@ -227,14 +227,20 @@ def ovis_tokens(arrays: Arrays) -> list[int]:
     return tokens if rows * columns > 1 else [*tokens, end]
 
 
-def phi4(**over: Any) -> Any:
+def phi4(longrope: bool = False, **over: Any) -> Any:
+    """`longrope`: of part of each head, as released."""
     vision = dict(**VISION, image_size=28, crop_size=28, patch_size=7, image_token_id=over.get("image", IMAGE))
     audio = dict(
         hidden_size=32, intermediate_size=48, num_blocks=2, num_attention_heads=4, ext_pw_out_channel=32,
         depthwise_separable_out_channel=32, input_size=16, nemo_conv_channels=8, bias_max_distance=20,
         audio_token_id=over.get("audio", 291),
     )  # fmt: skip
-    return tf.Phi4MultimodalConfig(**TEXT, vision_config=vision, audio_config=audio)
+    more: dict[str, Any] = {}
+    if longrope:
+        factors = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **factors}
+        more = dict(original_max_position_embeddings=TEXT["max_position_embeddings"], rope_parameters=rope)
+    return tf.Phi4MultimodalConfig(**TEXT, vision_config=vision, audio_config=audio, **more)
 
 
 def phi4_crops(generator: torch.Generator) -> Arrays:
@@ -249,6 +255,85 @@ def phi4_crops(generator: torch.Generator) -> Arrays:
 
 def phi4_audio(generator: torch.Generator) -> Arrays:
     return {"audio_input_features": rand(generator, 1, 60, 16), "audio_embed_sizes": torch.tensor([8])}
+
+
+# names of tensors of transformers' Phi-4-multimodal -> those of its own repository
+PHI4MM = {
+    r"img_projection_up\.": "img_projection.0.",
+    r"img_projection_down\.": "img_projection.2.",
+    r"global_img_feature_extensor$": "glb_GN",
+    r"sub_img_feature_extensor$": "sub_GN",
+    r"up_proj_for_speech\.": "audio_projection.speech.0.",
+    r"down_proj_for_speech\.": "audio_projection.speech.2.",
+    r"up_proj_for_vision_speech\.": "audio_projection.vision.0.",
+    r"down_proj_for_vision_speech\.": "audio_projection.vision.2.",
+    r"(feed_forward_\w+)\.gate_up_proj\.": r"\1.net.0.linear.",
+    r"(feed_forward_\w+)\.down_proj\.": r"\1.net.2.",
+    r"(audio_embed\..*self_attn)\.([qkv])_proj\.": r"\1.linear_\2.",
+    r"(audio_embed\..*self_attn)\.o_proj\.": r"\1.linear_out.",
+    r"^(model\.layers\..*_proj)\.weight$": r"\1.base_layer.weight",
+}
+PHI4MM_RANKS = {"vision": 3, "speech": 5}
+
+
+def as_phi4mm(folder: Path) -> None:
+    """A checkpoint of Phi-4-multimodal as its own repository has it: another form of the configuration, and two
+    adapters among the weights of the language model, which lie in folders besides and are random here."""
+    raw = json.loads((folder / "config.json").read_text())
+    vision, audio = raw.pop("vision_config"), raw.pop("audio_config")
+    rope, generator = raw.pop("rope_parameters"), torch.Generator().manual_seed(5)
+    scaling = {"type": rope["rope_type"]} | {name: rope.get(name) for name in ("short_factor", "long_factor")}
+    encoder = {
+        "attention_dim": audio["hidden_size"], "attention_heads": audio["num_attention_heads"],
+        "linear_units": audio["intermediate_size"],
+        "depthwise_seperable_out_channel": audio["depthwise_separable_out_channel"],
+        "nemo_conv_settings": {"conv_channels": audio["nemo_conv_channels"]},
+        "relative_attention_bias_args": {"t5_bias_max_distance": audio["bias_max_distance"], "type": "t5"},
+        **{name: audio[name] for name in ("num_blocks", "ext_pw_out_channel", "input_size", "kernel_size",
+                                          "depthwise_multiplier", "time_reduction", "activation", "chunk_size",
+                                          "conv_activation", "conv_glu_type", "left_chunk")},
+        "batch_norm": False, "bias_in_glu": True, "causal": True, "cnn_layer_norm": True, "ext_pw_kernel_size": 1,
+        "input_layer": "nemo_conv", "encoder_embedding_config": {"input_size": audio["input_size"]},
+    }  # fmt: skip
+    raw |= {
+        "architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm",
+        "auto_map": {"AutoConfig": "configuration_phi4mm.Phi4MMConfig",
+                     "AutoModelForCausalLM": "modeling_phi4mm.Phi4MMForCausalLM"},
+        "rope_theta": rope["rope_theta"], "partial_rotary_factor": rope["partial_rotary_factor"],
+        "rope_scaling": scaling if rope["rope_type"] == "longrope" else None,
+        "audio_processor": {"name": "cascades", "config": encoder},
+        "img_processor": {name: vision[name] for name in ("image_size", "patch_size", *VISION)},
+        "embd_layer": {
+            "embedding_cls": "image_audio",
+            "audio_embd_layer": {"compression_rate": 8, "downsample_rate": 1, "embedding_cls": "audio",
+                                 "projection_cls": "mlp", "use_conv_downsample": False, "use_qformer": False},
+            "image_embd_layer": {"crop_size": vision["crop_size"], "embedding_cls": "tune_image",
+                                 "hd_transform_order": "sub_glb", "image_token_compression_cls": "avg_pool_2d",
+                                 "projection_cls": "mlp", "use_hd_transform": True,
+                                 "with_learnable_separator": True}},
+        **{f"{name}_lora": {"r": rank, "lora_alpha": 2 * rank, "layer": "layers.*((self_attn"}
+           for name, rank in PHI4MM_RANKS.items()},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    rename(folder, PHI4MM)
+    tensors = load_file(folder / "model.safetensors")
+    stems = [name.removesuffix("base_layer.weight") for name in tensors if name.endswith(".base_layer.weight")]
+    for kind, rank in PHI4MM_RANKS.items():
+        own = {}
+        for stem in stems:
+            out, width = tensors[f"{stem}base_layer.weight"].shape
+            own[f"{stem}lora_A"] = rand(generator, rank, width) / 8
+            own[f"{stem}lora_B"] = rand(generator, out, rank) / 8
+        tensors |= {f"{name}.{kind}.weight": matrix for name, matrix in own.items()}
+        (folder / f"{kind}-lora").mkdir()
+        save_file({f"base_model.model.{name}.weight": matrix for name, matrix in own.items()},
+                  folder / f"{kind}-lora" / "adapter_model.safetensors", {"format": "pt"})  # fmt: skip
+        (folder / f"{kind}-lora" / "adapter_config.json").write_text(json.dumps({
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0,
+            "bias": "none", "fan_in_fan_out": False, "modules_to_save": [], "use_dora": False, "use_rslora": False,
+            "target_modules": "layers.*((self_attn\\.(qkv_proj|o_proj))|(mlp\\.(gate_up|down)_proj))",
+        }))  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def gemma3n(**over: Any) -> Any:
@@ -904,6 +989,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi4MultimodalForCausalLM audio": Family(
         lambda: phi4(image=291, audio=IMAGE), phi4_audio, modality="audio", written=lambda arrays: [IMAGE] * 8
+    ),
+    "Phi4MMForCausalLM": Family(
+        lambda: phi4(longrope=True), phi4_crops, written=lambda arrays: [IMAGE] * (2 * (3 + 1) + 1 + 2 * (2 + 1)),
+        make=tf.Phi4MultimodalForCausalLM, rewrite=as_phi4mm,
+    ),
+    "Phi4MMForCausalLM audio": Family(
+        lambda: phi4(longrope=True, image=291, audio=IMAGE), phi4_audio, modality="audio",
+        written=lambda arrays: [IMAGE] * 8, make=tf.Phi4MultimodalForCausalLM, rewrite=as_phi4mm,
     ),
     "UltravoxModel": Family(
         lambda: ultravox_model.config_of(llama()), ultravox_model.draw, modality="audio",

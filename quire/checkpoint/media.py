@@ -64,6 +64,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "MolmoForCausalLM": (IMAGE,),
     "Molmo2ForConditionalGeneration": (IMAGE, VIDEO),
     "Phi4MultimodalForCausalLM": (IMAGE, AUDIO),
+    "Phi4MMForCausalLM": (IMAGE, AUDIO),  # the same under the names of its own repository
     "VoxtralForConditionalGeneration": (AUDIO,),
     "AudioFlamingo3ForConditionalGeneration": (AUDIO,),
     "Qwen2AudioForConditionalGeneration": (AUDIO,),
@@ -76,7 +77,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 }
 # take media through code of their own repositories, and transformers has no class for them
 OUTSIDE = frozenset((
-    "MiniCPMO", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
+    "MiniCPMO", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
 ))  # fmt: skip
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
 # prompt to each other, or the whole prompt

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.checkpoint.limits import Range, check_numbers
 from quire.hf_models.minicpm_config import minicpmv_encoder
+from quire.hf_models.phi4 import phi4mm_encoders
 from quire.schema.errors import CheckpointError
 
 _MOST_PLACES = 4096  # in a row or column of an image
@@ -83,6 +84,7 @@ _EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "DeepseekOCRForCausalLM": _deepseek_ocr,
     "MiniCPMV": minicpmv_encoder,
+    "Phi4MMForCausalLM": phi4mm_encoders,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.hf_models.equivalents import equivalent_of
-from quire.schema.errors import CheckpointError
+from quire.schema.errors import CheckpointError, NotBuiltError
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,51 @@ from quire.schema.errors import CheckpointError
 def test_a_hostile_kimi_vl(given: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         equivalent_of({"architectures": ["KimiVLForConditionalGeneration"], **given})
+
+
+PHI4MM: dict[str, Any] = {
+    "architectures": ["Phi4MMForCausalLM"], "hidden_size": 64, "vocab_size": 320, "img_processor": None,
+    "embd_layer": {"image_embd_layer": {"crop_size": 448}, "audio_embd_layer": {}},
+    "audio_processor": {"name": "cascades", "config": {"attention_dim": 32, "attention_heads": 4}},
+}  # fmt: skip
+
+
+def test_phi_4_as_released() -> None:
+    """Its configuration says nothing of the image encoder."""
+    config, _ = equivalent_of(PHI4MM)
+    vision = config["vision_config"]
+    assert (vision["hidden_size"], vision["num_hidden_layers"], vision["image_size"]) == (1152, 27, 448)
+    assert config["audio_config"] == {"hidden_size": 32, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"embd_layer": "default"}, CheckpointError, "embd_layer must be a mapping, not 'default'"),
+        ({"hidden_size": 10**9}, CheckpointError, "hidden_size=1000000000"),
+        ({"img_processor": {"image_size": 10**9}}, CheckpointError, "image_size=1000000000"),
+        ({"img_processor": {"image_size": 448, "patch_size": 256}}, CheckpointError, "fewer than two patches of 256"),
+        ({"img_processor": {"num_attention_heads": 7}}, CheckpointError, "1152 is not a multiple of its 7 heads"),
+        ({"img_processor": {"type_feature": "cls_patch"}}, NotBuiltError, "type_feature = 'cls_patch' in img_proc"),
+        ({"embd_layer": {"image_embd_layer": {"crop_size": 336}}}, CheckpointError, "336; the encoder reads 448"),
+        ({"embd_layer": {"image_embd_layer": {"hd_transform_order": "glb_sub"}}}, NotBuiltError, "'sub_glb' is"),
+        ({"embd_layer": {"audio_embd_layer": {"use_qformer": True}}}, NotBuiltError, "use_qformer = True"),
+        ({"embd_layer": {"audio_embd_layer": {"downsample_rate": 2}}}, NotBuiltError, "downsample_rate = 2"),
+        ({"audio_processor": {"name": "other"}}, NotBuiltError, "name = 'other' in audio_processor"),
+        ({"audio_processor": {"config": [1]}}, CheckpointError, "config must be a mapping"),
+        ({"audio_processor": {"config": {"num_blocks": [1]}}}, CheckpointError, r"num_blocks is \[1\]; expected"),
+        ({"audio_processor": {"config": {"attention_dim": 1 << 16, "num_blocks": 1024}}}, CheckpointError, "weights;"),
+        ({"audio_processor": {"config": {"num_blocks": -1}}}, CheckpointError, "num_blocks=-1"),
+        ({"audio_processor": {"config": {"time_reduction": 6}}}, CheckpointError, "time_reduction is 6; .* power of"),
+        ({"audio_processor": {"config": {"attention_heads": 7}}}, CheckpointError, "1024 is not a multiple of its 7"),
+        ({"audio_processor": {"config": {"chunk_size": 18}}}, NotBuiltError, "chunk_size = 18 .* -1 is"),
+        ({"audio_processor": {"config": {"relative_attention_bias_args": {"t5_bias_max_distance": 1 << 40}}}},
+         CheckpointError, "t5_bias_max_distance=1099511627776"),
+    ],
+)  # fmt: skip
+def test_a_hostile_phi_4(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        equivalent_of(PHI4MM | given)
 
 
 def test_others_are_their_own() -> None:

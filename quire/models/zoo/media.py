@@ -73,6 +73,7 @@ OWN_TYPES = Registry(
         "deepseek_vl2_text": "quire.models.zoo.deepseek:deepseek_vl2",
         "molmo2_text": "quire.models.zoo.olmo:molmo2_text",
         "minicpmv": "quire.models.zoo.minicpm:minicpmv",
+        "phi4mm": "quire.models.zoo.phi:phi4mm",
     },
 )
 # of architectures whose language model has no type of its own
