@@ -336,6 +336,53 @@ def as_phi4mm(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+OCR2_SAM: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "global_attn_indexes": [1]}
+OCR2_QWEN2: dict[str, Any] = {"dim": 24, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 32}
+
+
+def deepseek_ocr2(**over: Any) -> Any:
+    """What its own repository leaves open is small here."""
+    sam = dict(
+        hidden_size=OCR2_SAM["width"], num_hidden_layers=OCR2_SAM["layers"], num_attention_heads=OCR2_SAM["heads"],
+        global_attn_indexes=OCR2_SAM["global_attn_indexes"], downsample_channels=[16, OCR2_QWEN2["dim"]],
+    )  # fmt: skip
+    encoder = dict(
+        hidden_size=OCR2_QWEN2["dim"], num_hidden_layers=OCR2_QWEN2["layers"], vocab_size=1,
+        num_attention_heads=OCR2_QWEN2["heads"], num_key_value_heads=OCR2_QWEN2["kv_heads"],
+        intermediate_size=OCR2_QWEN2["ffn_dim"], rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    text = TEXT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+                       num_key_value_heads=4, mlp_layer_types=["dense", "sparse", "sparse"]) | over  # fmt: skip
+    return tf.DeepseekOcr2Config(
+        vision_config=dict(sam_config=sam, encoder_config=encoder), text_config=text, image_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def as_deepseek_ocr2(folder: Path) -> None:
+    """A checkpoint of DeepSeek-OCR 2 with the configuration of its own repository, which says less and has the language
+    model's part twice. Tensors have its names already: transformers writes those that it reads."""
+    raw = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in raw["text_config"].items() if key not in ("model_type", "mlp_layer_types")}
+    text |= {"architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 1, "kv_lora_rank": None,
+             "lm_head": True, "n_group": 1, "q_lora_rank": None, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0,
+             "rm_head": False, "topk_group": 1, "topk_method": "greedy", "use_mla": False,
+             "v_head_dim": 0}  # fmt: skip
+    width = {"qwen2-0-5b": OCR2_QWEN2, "sam_vit_b": OCR2_SAM | {"downsample_channels": [16, 1024]}}
+    raw = text | {
+        "architectures": ["DeepseekOCR2ForCausalLM"],
+        "auto_map": {"AutoConfig": "modeling_deepseekocr2.DeepseekOCR2Config",
+                     "AutoModel": "modeling_deepseekocr2.DeepseekOCR2ForCausalLM"},
+        "candidate_resolutions": [[1024, 1024]], "global_view_pos": "head", "language_config": text,
+        "model_type": "deepseek_vl_v2", "tile_tag": "2D", "torch_dtype": "float32",
+        "projector_config": {"input_dim": OCR2_QWEN2["dim"], "model_type": "mlp_projector",
+                             "n_embed": text["hidden_size"], "projector_type": "linear"},
+        "vision_config": {"image_size": 1024, "mlp_ratio": 3.7362, "model_name": "deepencoderv2",
+                          "model_type": "vision", "width": width},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
 def gemma3n(**over: Any) -> Any:
     """Ids from 200 on are embedded as those of images, from 308 on as those of audio; from 280 on, layers have no
     vectors of their own for a token. See tests/hf_models/test_mobilenet.py for the vision encoder."""
@@ -943,6 +990,11 @@ FAMILIES: dict[str, Family] = {
                                     n_shared_experts=1, mlp_layer_types=["dense", "sparse", "sparse"]),
             image_token_id=IMAGE),
         lambda generator: {"pixel_values": rand(generator, 1, 3, 64, 64), "num_local_patches": torch.tensor([0])},
+    ),
+    "DeepseekOCR2ForCausalLM": Family(
+        deepseek_ocr2,
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 128, 128), "num_local_patches": torch.tensor([0])},
+        make=tf.DeepseekOcr2ForConditionalGeneration, rewrite=as_deepseek_ocr2,
     ),
     "Ovis2ForConditionalGeneration": Family(
         lambda: tf.Ovis2Config(

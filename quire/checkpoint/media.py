@@ -32,6 +32,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "KimiVLForConditionalGeneration": (IMAGE,),
     "DeepseekVLV2ForCausalLM": (IMAGE,),
     "DeepseekOCRForCausalLM": (IMAGE,),
+    "DeepseekOCR2ForCausalLM": (IMAGE,),  # under the names of its own repository
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE, VIDEO),

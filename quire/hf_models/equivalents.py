@@ -79,10 +79,19 @@ def _deepseek_ocr(raw: Mapping[str, Any]) -> Equivalent:
     return {"architectures": ["DeepseekOCRForCausalLM"], **ocr_sizes(raw)}, names
 
 
+def _deepseek_ocr2(raw: Mapping[str, Any]) -> Equivalent:
+    """transformers' class, whose loader knows the released names."""
+    from quire.hf_models.deepseek_sizes import ocr2_sizes  # lazy
+
+    kind = {"architectures": ["DeepseekOcr2ForConditionalGeneration"], "model_type": "deepseek_ocr2"}
+    return {**kind, **ocr2_sizes(raw), "tie_word_embeddings": False}, {}
+
+
 _EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {
     "KimiVLForConditionalGeneration": _kimi_vl,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "DeepseekOCRForCausalLM": _deepseek_ocr,
+    "DeepseekOCR2ForCausalLM": _deepseek_ocr2,
     "MiniCPMV": minicpmv_encoder,
     "Phi4MMForCausalLM": phi4mm_encoders,
 }

@@ -77,7 +77,9 @@ OWN_TYPES = Registry(
     },
 )
 # of architectures whose language model has no type of its own
-_OF_ARCHITECTURE = dict.fromkeys(("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM"), "deepseek_vl2_text")
+_OF_ARCHITECTURE = dict.fromkeys(
+    ("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"), "deepseek_vl2_text"
+)
 # what these language models do whatever their configuration says of it
 _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
