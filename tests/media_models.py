@@ -649,6 +649,26 @@ def minicpmv_tokens(arrays: Arrays) -> list[int]:
     return ([*[IMAGE] * minicpm_oracle.QUERIES, 17, 18] * num)[:-2]
 
 
+def minicpmo() -> Any:
+    return minicpm_oracle.Config(
+        "2.6", tf.Qwen2Config(**TEXT | dict(hidden_size=256, num_attention_heads=8)), VISION,
+        audio=minicpm_oracle.AUDIO,
+    )  # fmt: skip
+
+
+def minicpmo_audio(generator: torch.Generator) -> Arrays:
+    """Two half minutes, of which the second is shorter."""
+    count = int(torch.randint(21, 60, (), generator=generator))
+    return {"input_features": rand(generator, 2, 16, 60), "piece_lens": torch.tensor([60, count])}
+
+
+def minicpmo_tokens(arrays: Arrays) -> list[int]:
+    """Ten at most between marks."""
+    num = sum((count + 1) // 2 // 2 for count in arrays["piece_lens"].tolist())
+    tokens = [token for at in range(num) for token in ([17, 18] if at and at % 10 == 0 else []) + [IMAGE]]
+    return tokens
+
+
 def minicpmv_family(release: str, **over: Any) -> Family:
     return Family(
         minicpmv(release, **over), minicpmv_pieces, joined_by={"pixel_values": 3}, written=minicpmv_tokens,
@@ -952,6 +972,12 @@ FAMILIES: dict[str, Family] = {
     "MiniCPMV video": Family(
         minicpmv("4.5"), minicpmv_frames, modality="video", joined_by={"pixel_values": 3}, written=minicpmv_tokens,
         make=minicpm_oracle.MiniCPMV,
+    ),
+    "MiniCPMO": Family(
+        minicpmo, minicpmv_pieces, joined_by={"pixel_values": 3}, written=minicpmv_tokens, make=minicpm_oracle.MiniCPMO
+    ),
+    "MiniCPMO audio": Family(
+        minicpmo, minicpmo_audio, modality="audio", written=minicpmo_tokens, make=minicpm_oracle.MiniCPMO
     ),
     "JanusForConditionalGeneration": Family(
         both(tf.JanusConfig, lambda: tf.JanusVisionConfig(

@@ -39,6 +39,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "MiniCPMOcrForConditionalGeneration": (IMAGE, VIDEO),
     "MiniCPMV4_7ForConditionalGeneration": (IMAGE, VIDEO),
     "MiniCPMV": (IMAGE, VIDEO),
+    "MiniCPMO": (IMAGE, VIDEO, AUDIO),
     "JanusForConditionalGeneration": (IMAGE,),
     "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
     "Idefics3ForConditionalGeneration": (IMAGE,),
@@ -77,9 +78,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "Florence2ForConditionalGeneration": (IMAGE,),  # encoded apart, then read by the model's own encoder with a text
 }
 # take media through code of their own repositories, and transformers has no class for them
-OUTSIDE = frozenset((
-    "MiniCPMO", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
-))  # fmt: skip
+OUTSIDE = frozenset(("InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis"))
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
 # prompt to each other, or the whole prompt
 ITEM, ITEMS, PROMPT = "item", "items", "prompt"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.checkpoint.limits import Range, check_numbers
-from quire.hf_models.minicpm_config import minicpmv_encoder
+from quire.hf_models.minicpm_config import minicpmo_encoder, minicpmv_encoder
 from quire.hf_models.phi4 import phi4mm_encoders
 from quire.schema.errors import CheckpointError
 
@@ -93,6 +93,7 @@ _EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {
     "DeepseekOCRForCausalLM": _deepseek_ocr,
     "DeepseekOCR2ForCausalLM": _deepseek_ocr2,
     "MiniCPMV": minicpmv_encoder,
+    "MiniCPMO": minicpmo_encoder,
     "Phi4MMForCausalLM": phi4mm_encoders,
 }
 

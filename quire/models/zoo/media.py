@@ -72,7 +72,7 @@ OWN_TYPES = Registry(
         "molmo": "quire.models.zoo.olmo:molmo",
         "deepseek_vl2_text": "quire.models.zoo.deepseek:deepseek_vl2",
         "molmo2_text": "quire.models.zoo.olmo:molmo2_text",
-        "minicpmv": "quire.models.zoo.minicpm:minicpmv",
+        **dict.fromkeys(("minicpmv", "minicpmo"), "quire.models.zoo.minicpm:minicpmv"),
         "phi4mm": "quire.models.zoo.phi:phi4mm",
     },
 )
