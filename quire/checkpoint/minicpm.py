@@ -18,9 +18,9 @@ _OMNI_RELEASE = "2.6"
 
 def release_of(config: Mapping[str, Any]) -> str:
     """One of RELEASES. The first files of 2.0 and 2.5 do not tell."""
-    version, built = config.get("version"), RELEASES
+    version, built = config.get("version"), list(RELEASES)
     if is_omni(config):
-        version, built = _OMNI_RELEASE if version is None else version, (_OMNI_RELEASE,)
+        version, built = _OMNI_RELEASE if version is None else version, [_OMNI_RELEASE]
     if version is None:
         version = "2.0" if (config.get("hidden_size"), config.get("query_num")) == (2304, 64) else "2.5"
     name = str(version)[:20]
