@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from quire.hf_models.equivalents import equivalent_of
+from quire.hf_models.towers import load_tower
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 
@@ -36,6 +38,30 @@ def test_phi_4_as_released() -> None:
     vision = config["vision_config"]
     assert (vision["hidden_size"], vision["num_hidden_layers"], vision["image_size"]) == (1152, 27, 448)
     assert config["audio_config"] == {"hidden_size": 32, "num_attention_heads": 4}
+
+
+def test_phi_4_of_released_sizes() -> None:
+    """Shapes alone: nothing is computed."""
+    encoder = {
+        "activation": "swish", "attention_dim": 1024, "attention_heads": 16, "batch_norm": False, "bias_in_glu": True,
+        "causal": True, "chunk_size": -1, "cnn_layer_norm": True, "conv_activation": "swish", "conv_glu_type": "swish",
+        "depthwise_multiplier": 1, "depthwise_seperable_out_channel": 1024, "dropout_rate": 0.0,
+        "encoder_embedding_config": {"input_size": 80}, "ext_pw_kernel_size": 1, "ext_pw_out_channel": 1024,
+        "input_layer": "nemo_conv", "input_size": 80, "kernel_size": 3, "left_chunk": 18, "linear_units": 1536,
+        "nemo_conv_settings": {"conv_channels": 1024}, "num_blocks": 24, "time_reduction": 8,
+        "relative_attention_bias_args": {"t5_bias_max_distance": 500, "type": "t5"},
+    }  # fmt: skip
+    raw = PHI4MM | {"hidden_size": 3072, "vocab_size": 200064, "pad_token_id": 199999, "tie_word_embeddings": True,
+                    "audio_processor": {"name": "cascades", "config": encoder}}  # fmt: skip
+    tower = load_tower(raw, "", dtype=torch.bfloat16, device=torch.device("meta"), is_dummy=True)
+    shapes = {name: tuple(one.shape) for name, one in tower.module.named_parameters()}
+    image, audio = (f"model.embed_tokens_extend.{kind}_embed." for kind in ("image", "audio"))
+    assert shapes[image + "img_projection_up.weight"] == (3072, 1152)
+    assert shapes[image + "img_processor.embeddings.position_embedding.weight"] == (1024, 1152)
+    assert shapes[audio + "encoder.relative_attention_bias_layer.bias_values.weight"] == (1000, 16)
+    assert shapes[audio + "encoder.encoders.23.feed_forward_in.gate_up_proj.weight"] == (3072, 1024)
+    assert shapes[audio + "up_proj_for_vision_speech.weight"] == (3072, 1024)
+    assert not any("layers" in name and image not in name for name in shapes)
 
 
 @pytest.mark.parametrize(
