@@ -227,14 +227,20 @@ def ovis_tokens(arrays: Arrays) -> list[int]:
     return tokens if rows * columns > 1 else [*tokens, end]
 
 
-def phi4(**over: Any) -> Any:
+def phi4(longrope: bool = False, **over: Any) -> Any:
+    """`longrope`: of part of each head, as released."""
     vision = dict(**VISION, image_size=28, crop_size=28, patch_size=7, image_token_id=over.get("image", IMAGE))
     audio = dict(
         hidden_size=32, intermediate_size=48, num_blocks=2, num_attention_heads=4, ext_pw_out_channel=32,
         depthwise_separable_out_channel=32, input_size=16, nemo_conv_channels=8, bias_max_distance=20,
         audio_token_id=over.get("audio", 291),
     )  # fmt: skip
-    return tf.Phi4MultimodalConfig(**TEXT, vision_config=vision, audio_config=audio)
+    more: dict[str, Any] = {}
+    if longrope:
+        factors = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **factors}
+        more = dict(original_max_position_embeddings=TEXT["max_position_embeddings"], rope_parameters=rope)
+    return tf.Phi4MultimodalConfig(**TEXT, vision_config=vision, audio_config=audio, **more)
 
 
 def phi4_crops(generator: torch.Generator) -> Arrays:
@@ -249,6 +255,132 @@ def phi4_crops(generator: torch.Generator) -> Arrays:
 
 def phi4_audio(generator: torch.Generator) -> Arrays:
     return {"audio_input_features": rand(generator, 1, 60, 16), "audio_embed_sizes": torch.tensor([8])}
+
+
+# names of tensors of transformers' Phi-4-multimodal -> those of its own repository
+PHI4MM = {
+    r"img_projection_up\.": "img_projection.0.",
+    r"img_projection_down\.": "img_projection.2.",
+    r"global_img_feature_extensor$": "glb_GN",
+    r"sub_img_feature_extensor$": "sub_GN",
+    r"up_proj_for_speech\.": "audio_projection.speech.0.",
+    r"down_proj_for_speech\.": "audio_projection.speech.2.",
+    r"up_proj_for_vision_speech\.": "audio_projection.vision.0.",
+    r"down_proj_for_vision_speech\.": "audio_projection.vision.2.",
+    r"(feed_forward_\w+)\.gate_up_proj\.": r"\1.net.0.linear.",
+    r"(feed_forward_\w+)\.down_proj\.": r"\1.net.2.",
+    r"(audio_embed\..*self_attn)\.([qkv])_proj\.": r"\1.linear_\2.",
+    r"(audio_embed\..*self_attn)\.o_proj\.": r"\1.linear_out.",
+    r"^(model\.layers\..*_proj)\.weight$": r"\1.base_layer.weight",
+}
+PHI4MM_RANKS = {"vision": 3, "speech": 5}
+
+
+def as_phi4mm(folder: Path) -> None:
+    """A checkpoint of Phi-4-multimodal as its own repository has it: another form of the configuration, and two
+    adapters among the weights of the language model, which lie in folders besides and are random here."""
+    raw = json.loads((folder / "config.json").read_text())
+    vision, audio = raw.pop("vision_config"), raw.pop("audio_config")
+    rope, generator = raw.pop("rope_parameters"), torch.Generator().manual_seed(5)
+    scaling = {"type": rope["rope_type"]} | {name: rope.get(name) for name in ("short_factor", "long_factor")}
+    encoder = {
+        "attention_dim": audio["hidden_size"], "attention_heads": audio["num_attention_heads"],
+        "linear_units": audio["intermediate_size"],
+        "depthwise_seperable_out_channel": audio["depthwise_separable_out_channel"],
+        "nemo_conv_settings": {"conv_channels": audio["nemo_conv_channels"]},
+        "relative_attention_bias_args": {"t5_bias_max_distance": audio["bias_max_distance"], "type": "t5"},
+        **{name: audio[name] for name in ("num_blocks", "ext_pw_out_channel", "input_size", "kernel_size",
+                                          "depthwise_multiplier", "time_reduction", "activation", "chunk_size",
+                                          "conv_activation", "conv_glu_type", "left_chunk")},
+        "batch_norm": False, "bias_in_glu": True, "causal": True, "cnn_layer_norm": True, "ext_pw_kernel_size": 1,
+        "input_layer": "nemo_conv", "encoder_embedding_config": {"input_size": audio["input_size"]},
+    }  # fmt: skip
+    raw |= {
+        "architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm",
+        "auto_map": {"AutoConfig": "configuration_phi4mm.Phi4MMConfig",
+                     "AutoModelForCausalLM": "modeling_phi4mm.Phi4MMForCausalLM"},
+        "rope_theta": rope["rope_theta"], "partial_rotary_factor": rope["partial_rotary_factor"],
+        "rope_scaling": scaling if rope["rope_type"] == "longrope" else None,
+        "audio_processor": {"name": "cascades", "config": encoder},
+        "img_processor": {name: vision[name] for name in ("image_size", "patch_size", *VISION)},
+        "embd_layer": {
+            "embedding_cls": "image_audio",
+            "audio_embd_layer": {"compression_rate": 8, "downsample_rate": 1, "embedding_cls": "audio",
+                                 "projection_cls": "mlp", "use_conv_downsample": False, "use_qformer": False},
+            "image_embd_layer": {"crop_size": vision["crop_size"], "embedding_cls": "tune_image",
+                                 "hd_transform_order": "sub_glb", "image_token_compression_cls": "avg_pool_2d",
+                                 "projection_cls": "mlp", "use_hd_transform": True,
+                                 "with_learnable_separator": True}},
+        **{f"{name}_lora": {"r": rank, "lora_alpha": 2 * rank, "layer": "layers.*((self_attn"}
+           for name, rank in PHI4MM_RANKS.items()},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    rename(folder, PHI4MM)
+    tensors = load_file(folder / "model.safetensors")
+    stems = [name.removesuffix("base_layer.weight") for name in tensors if name.endswith(".base_layer.weight")]
+    for kind, rank in PHI4MM_RANKS.items():
+        own = {}
+        for stem in stems:
+            out, width = tensors[f"{stem}base_layer.weight"].shape
+            own[f"{stem}lora_A"] = rand(generator, rank, width) / 8
+            own[f"{stem}lora_B"] = rand(generator, out, rank) / 8
+        tensors |= {f"{name}.{kind}.weight": matrix for name, matrix in own.items()}
+        (folder / f"{kind}-lora").mkdir()
+        save_file({f"base_model.model.{name}.weight": matrix for name, matrix in own.items()},
+                  folder / f"{kind}-lora" / "adapter_model.safetensors", {"format": "pt"})  # fmt: skip
+        (folder / f"{kind}-lora" / "adapter_config.json").write_text(json.dumps({
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0,
+            "bias": "none", "fan_in_fan_out": False, "modules_to_save": [], "use_dora": False, "use_rslora": False,
+            "target_modules": "layers.*((self_attn\\.(qkv_proj|o_proj))|(mlp\\.(gate_up|down)_proj))",
+        }))  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+OCR2_SAM: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "global_attn_indexes": [1]}
+OCR2_QWEN2: dict[str, Any] = {"dim": 24, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 32}
+
+
+def deepseek_ocr2(**over: Any) -> Any:
+    """What its own repository leaves open is small here."""
+    sam = dict(
+        hidden_size=OCR2_SAM["width"], num_hidden_layers=OCR2_SAM["layers"], num_attention_heads=OCR2_SAM["heads"],
+        global_attn_indexes=OCR2_SAM["global_attn_indexes"], downsample_channels=[16, OCR2_QWEN2["dim"]],
+    )  # fmt: skip
+    encoder = dict(
+        hidden_size=OCR2_QWEN2["dim"], num_hidden_layers=OCR2_QWEN2["layers"], vocab_size=1,
+        num_attention_heads=OCR2_QWEN2["heads"], num_key_value_heads=OCR2_QWEN2["kv_heads"],
+        intermediate_size=OCR2_QWEN2["ffn_dim"], rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    text = TEXT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+                       num_key_value_heads=4, mlp_layer_types=["dense", "sparse", "sparse"]) | over  # fmt: skip
+    return tf.DeepseekOcr2Config(
+        vision_config=dict(sam_config=sam, encoder_config=encoder), text_config=text, image_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def as_deepseek_ocr2(folder: Path) -> None:
+    """A checkpoint of DeepSeek-OCR 2 with the configuration of its own repository, which says less and has the language
+    model's part twice. Tensors have its names already: transformers writes those that it reads."""
+    raw = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in raw["text_config"].items() if key not in ("model_type", "mlp_layer_types")}
+    text |= {"architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 1, "kv_lora_rank": None,
+             "lm_head": True, "n_group": 1, "q_lora_rank": None, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0,
+             "rm_head": False, "topk_group": 1, "topk_method": "greedy", "use_mla": False,
+             "v_head_dim": 0}  # fmt: skip
+    width = {"qwen2-0-5b": OCR2_QWEN2, "sam_vit_b": OCR2_SAM | {"downsample_channels": [16, 1024]}}
+    raw = text | {
+        "architectures": ["DeepseekOCR2ForCausalLM"],
+        "auto_map": {"AutoConfig": "modeling_deepseekocr2.DeepseekOCR2Config",
+                     "AutoModel": "modeling_deepseekocr2.DeepseekOCR2ForCausalLM"},
+        "candidate_resolutions": [[1024, 1024]], "global_view_pos": "head", "language_config": text,
+        "model_type": "deepseek_vl_v2", "tile_tag": "2D", "torch_dtype": "float32",
+        "projector_config": {"input_dim": OCR2_QWEN2["dim"], "model_type": "mlp_projector",
+                             "n_embed": text["hidden_size"], "projector_type": "linear"},
+        "vision_config": {"image_size": 1024, "mlp_ratio": 3.7362, "model_name": "deepencoderv2",
+                          "model_type": "vision", "width": width},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
 
 
 def gemma3n(**over: Any) -> Any:
@@ -515,6 +647,26 @@ def minicpmv_tokens(arrays: Arrays) -> list[int]:
     """With marks between pieces."""
     num = len(arrays.get("packs", arrays["target_sizes"]))
     return ([*[IMAGE] * minicpm_oracle.QUERIES, 17, 18] * num)[:-2]
+
+
+def minicpmo() -> Any:
+    return minicpm_oracle.Config(
+        "2.6", tf.Qwen2Config(**TEXT | dict(hidden_size=256, num_attention_heads=8)), VISION,
+        audio=minicpm_oracle.AUDIO,
+    )  # fmt: skip
+
+
+def minicpmo_audio(generator: torch.Generator) -> Arrays:
+    """Two half minutes, of which the second is shorter."""
+    count = int(torch.randint(21, 60, (), generator=generator))
+    return {"input_features": rand(generator, 2, 16, 60), "piece_lens": torch.tensor([60, count])}
+
+
+def minicpmo_tokens(arrays: Arrays) -> list[int]:
+    """Ten at most between marks."""
+    num = sum((count + 1) // 2 // 2 for count in arrays["piece_lens"].tolist())
+    tokens = [token for at in range(num) for token in ([17, 18] if at and at % 10 == 0 else []) + [IMAGE]]
+    return tokens
 
 
 def minicpmv_family(release: str, **over: Any) -> Family:
@@ -821,6 +973,12 @@ FAMILIES: dict[str, Family] = {
         minicpmv("4.5"), minicpmv_frames, modality="video", joined_by={"pixel_values": 3}, written=minicpmv_tokens,
         make=minicpm_oracle.MiniCPMV,
     ),
+    "MiniCPMO": Family(
+        minicpmo, minicpmv_pieces, joined_by={"pixel_values": 3}, written=minicpmv_tokens, make=minicpm_oracle.MiniCPMO
+    ),
+    "MiniCPMO audio": Family(
+        minicpmo, minicpmo_audio, modality="audio", written=minicpmo_tokens, make=minicpm_oracle.MiniCPMO
+    ),
     "JanusForConditionalGeneration": Family(
         both(tf.JanusConfig, lambda: tf.JanusVisionConfig(
             hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=7, mlp_ratio=2.0,
@@ -858,6 +1016,11 @@ FAMILIES: dict[str, Family] = {
                                     n_shared_experts=1, mlp_layer_types=["dense", "sparse", "sparse"]),
             image_token_id=IMAGE),
         lambda generator: {"pixel_values": rand(generator, 1, 3, 64, 64), "num_local_patches": torch.tensor([0])},
+    ),
+    "DeepseekOCR2ForCausalLM": Family(
+        deepseek_ocr2,
+        lambda generator: {"pixel_values": rand(generator, 1, 3, 128, 128), "num_local_patches": torch.tensor([0])},
+        make=tf.DeepseekOcr2ForConditionalGeneration, rewrite=as_deepseek_ocr2,
     ),
     "Ovis2ForConditionalGeneration": Family(
         lambda: tf.Ovis2Config(
@@ -904,6 +1067,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi4MultimodalForCausalLM audio": Family(
         lambda: phi4(image=291, audio=IMAGE), phi4_audio, modality="audio", written=lambda arrays: [IMAGE] * 8
+    ),
+    "Phi4MMForCausalLM": Family(
+        lambda: phi4(longrope=True), phi4_crops, written=lambda arrays: [IMAGE] * (2 * (3 + 1) + 1 + 2 * (2 + 1)),
+        make=tf.Phi4MultimodalForCausalLM, rewrite=as_phi4mm,
+    ),
+    "Phi4MMForCausalLM audio": Family(
+        lambda: phi4(longrope=True, image=291, audio=IMAGE), phi4_audio, modality="audio",
+        written=lambda arrays: [IMAGE] * 8, make=tf.Phi4MultimodalForCausalLM, rewrite=as_phi4mm,
     ),
     "UltravoxModel": Family(
         lambda: ultravox_model.config_of(llama()), ultravox_model.draw, modality="audio",

@@ -1,8 +1,10 @@
-"""MiniCPM-V up to 4.5 in plain torch, of which transformers has no class: what Quire's answers are compared with.
+"""MiniCPM-V up to 4.5 and MiniCPM-o in plain torch, of which transformers has no class: what Quire's answers are
+compared with.
 
 Language models are transformers'. The encoder is written from the description of the model and shares nothing with
 quire/hf_models/minicpm.py: pieces are whole images, encoded one by one with SigLIP's layers, places are fractions, and
-all pieces are resampled at once, with padding.
+all pieces are resampled at once, with padding. What is heard goes through Whisper's layers, and pairs of vectors are
+averaged one by one.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ import transformers as tf
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.models.siglip.modeling_siglip import SiglipEncoder
+from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
 
 QUERIES = 6
 PATCH = 7
 SIDE = 10  # places
+CHUNK = 10  # positions of what is heard that see each other, and those before
+AUDIO: dict[str, int] = dict(d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48,
+                             num_mel_bins=16, max_source_positions=40)  # fmt: skip
 LANGUAGE = {"2.5": tf.LlamaForCausalLM, "2.6": tf.Qwen2ForCausalLM, "4.0": tf.LlamaForCausalLM,
             "4.5": tf.Qwen3ForCausalLM}  # fmt: skip
 
@@ -34,6 +40,7 @@ class Config:
     text: Any  # of transformers
     vision: dict[str, int]
     more: dict[str, Any] = field(default_factory=dict)
+    audio: dict[str, int] = field(default_factory=dict)  # of MiniCPM-o
 
     def written(self) -> dict[str, Any]:
         """As config.json on hubs: the language model's numbers at the top, and code that is not needed."""
@@ -46,7 +53,14 @@ class Config:
             "slice_config": {"max_slice_nums": 9, "patch_size": PATCH, "model_type": "minicpmv"}, "slice_mode": True,
             "auto_map": {"AutoConfig": "configuration_minicpm.MiniCPMVConfig",
                          "AutoModelForCausalLM": "modeling_minicpmv.MiniCPMV"},
-        } | self.more  # fmt: skip
+        } | self.more | (self.hears() if self.audio else {})  # fmt: skip
+
+    def hears(self) -> dict[str, Any]:
+        return {
+            "architectures": ["MiniCPMO"], "model_type": "minicpmo", "audio_config": self.audio, "audio_pool_step": 2,
+            "audio_chunk_length": CHUNK / 50, "init_tts": True, "tts_config": {"model_type": "conditional_chattts"},
+            "auto_map": {"AutoModel": "modeling_minicpmo.MiniCPMO"},
+        }  # fmt: skip
 
 
 class Vision(nn.Module):
@@ -156,4 +170,58 @@ class MiniCPMV(nn.Module):
         embeds = self.get_input_embeddings()(input_ids).clone()
         if arrays:
             embeds[input_ids == media] = self.get_image_features(**arrays)
+        return SimpleNamespace(logits=self.llm(inputs_embeds=embeds).logits)
+
+
+class Audio(nn.Module):
+    def __init__(self, numbers: dict[str, int]) -> None:
+        super().__init__()
+        config = tf.WhisperConfig(**numbers, attn_implementation="eager")
+        width = config.d_model
+        self.conv1 = nn.Conv1d(config.num_mel_bins, width, 3, padding=1)
+        self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
+        self.embed_positions = nn.Embedding(config.max_source_positions, width)
+        self.layers = nn.ModuleList([WhisperEncoderLayer(config) for _ in range(config.encoder_layers)])
+        self.layer_norm = nn.LayerNorm(width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[mel bins, frames] -> [positions, width]"""
+        gelu = nn.functional.gelu
+        hidden = gelu(self.conv2(gelu(self.conv1(features[None]))))[0].T
+        num = len(hidden)
+        hidden = hidden + self.embed_positions(torch.arange(num))
+        sees = [[later // CHUNK <= place // CHUNK for later in range(num)] for place in range(num)]
+        mask = torch.where(torch.tensor(sees), 0.0, -torch.inf)[None, None]
+        for layer in self.layers:
+            out = layer(hidden[None], mask)
+            hidden = (out[0] if isinstance(out, tuple) else out).reshape(num, -1)
+        normed: Tensor = self.layer_norm(hidden)
+        return normed
+
+
+class MiniCPMO(MiniCPMV):
+    """Released files have a part that speaks too, which nothing reads."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        width = config.text.hidden_size
+        self.apm = Audio(config.audio)
+        self.audio_projection_layer = nn.ModuleDict({
+            "linear1": nn.Linear(config.audio["d_model"], width), "linear2": nn.Linear(width, width),
+        })  # fmt: skip
+        self.tts = nn.Embedding(3, 5)
+
+    def get_audio_features(self, input_features: Tensor, piece_lens: Tensor) -> Tensor:
+        vectors = []
+        for features, count in zip(input_features, piece_lens.tolist(), strict=True):
+            first = self.audio_projection_layer["linear1"](self.apm(features[:, :count]))
+            projected = self.audio_projection_layer["linear2"](first.clamp(min=0))
+            vectors += [(projected[at] + projected[at + 1]) / 2 for at in range(0, len(projected) - 1, 2)]
+        return torch.stack(vectors)
+
+    def forward(self, input_ids: Tensor, media: int = 300, **arrays: Tensor) -> Any:
+        if "input_features" not in arrays:
+            return super().forward(input_ids, media, **arrays)
+        embeds = self.get_input_embeddings()(input_ids).clone()
+        embeds[input_ids == media] = self.get_audio_features(**arrays)
         return SimpleNamespace(logits=self.llm(inputs_embeds=embeds).logits)

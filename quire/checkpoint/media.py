@@ -32,12 +32,14 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "KimiVLForConditionalGeneration": (IMAGE,),
     "DeepseekVLV2ForCausalLM": (IMAGE,),
     "DeepseekOCRForCausalLM": (IMAGE,),
+    "DeepseekOCR2ForCausalLM": (IMAGE,),  # under the names of its own repository
     "QianfanOCRForConditionalGeneration": (IMAGE,),
     "Idefics2ForConditionalGeneration": (IMAGE,),
     "MiniCPMV4_6ForConditionalGeneration": (IMAGE, VIDEO),
     "MiniCPMOcrForConditionalGeneration": (IMAGE, VIDEO),
     "MiniCPMV4_7ForConditionalGeneration": (IMAGE, VIDEO),
     "MiniCPMV": (IMAGE, VIDEO),
+    "MiniCPMO": (IMAGE, VIDEO, AUDIO),
     "JanusForConditionalGeneration": (IMAGE,),
     "DeepseekVLHybridForConditionalGeneration": (IMAGE,),
     "Idefics3ForConditionalGeneration": (IMAGE,),
@@ -64,6 +66,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "MolmoForCausalLM": (IMAGE,),
     "Molmo2ForConditionalGeneration": (IMAGE, VIDEO),
     "Phi4MultimodalForCausalLM": (IMAGE, AUDIO),
+    "Phi4MMForCausalLM": (IMAGE, AUDIO),  # the same under the names of its own repository
     "VoxtralForConditionalGeneration": (AUDIO,),
     "AudioFlamingo3ForConditionalGeneration": (AUDIO,),
     "Qwen2AudioForConditionalGeneration": (AUDIO,),
@@ -75,9 +78,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "Florence2ForConditionalGeneration": (IMAGE,),  # encoded apart, then read by the model's own encoder with a text
 }
 # take media through code of their own repositories, and transformers has no class for them
-OUTSIDE = frozenset((
-    "MiniCPMO", "Phi4MMForCausalLM", "InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis",
-))  # fmt: skip
+OUTSIDE = frozenset(("InternVLChatModel", "H2OVLChatModel", "NVLM_D", "Ovis"))
 # what attends to itself in both directions: the vectors of an item that follow each other, those of all items of a
 # prompt to each other, or the whole prompt
 ITEM, ITEMS, PROMPT = "item", "items", "prompt"

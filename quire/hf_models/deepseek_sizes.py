@@ -1,5 +1,5 @@
-"""Sizes of the encoders of DeepSeek-VL2 and DeepSeek-OCR, out of an untrusted config.json: each is checked before
-anything is made of it.
+"""Sizes of the encoders of DeepSeek-VL2, DeepSeek-OCR and DeepSeek-OCR 2, out of an untrusted config.json: each is
+checked before anything is made of it.
 
 Must not know: modules, files.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checkpoint.limits import Range, check_numbers, shown
+from quire.checkpoint.limits import VOCAB, WIDTH, Range, check_numbers, shown
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 _MOST_WEIGHTS = 1 << 33  # numbers in an encoder
@@ -65,47 +65,117 @@ _SAM = {"width": 768, "layers": 12, "heads": 12, "global_attn_indexes": [2, 5, 8
 _CLIP = {"width": 1024, "layers": 24, "heads": 16, "image_size": 224, "patch_size": 14}
 
 
+# of DeepSeek-OCR 2, which released configurations say of its second encoder: its width alone
+_QWEN2 = {"dim": 896, "layers": 24, "heads": 14, "kv_heads": 2, "ffn_dim": 4864}
+_OCR2_SIDE = 1024  # 256 and, for tiles, 144 vectors of their own are learned
+_THETA = 1e6
+
+
 def ocr_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """sam_config as transformers' DeepSeek-OCR 2 has it, clip_config, and the projector's widths."""
-    vision = part_of(raw, "vision_config", {"image_size": 1024})
-    check_sizes(vision, {"image_size": Range(PATCH, 4096)})
-    both = part_of(vision, "width", {})
-    sam, clip = part_of(both, "sam_vit_b", _SAM), part_of(both, "clip-l-14-224", _CLIP)
-    projector = part_of(raw, "projector_config", {"input_dim": 2048, "n_embed": 1280})
-    common = {"width": _SIZE, "layers": _COUNT, "heads": _SIZE}
-    check_sizes(sam, common)
-    check_sizes(clip, {**common, "image_size": _SIZE, "patch_size": _SIZE})
-    check_sizes(projector, {"input_dim": _SIZE, "n_embed": _SIZE})
-    channels = _whole_numbers(sam, "downsample_channels", _SIZE.most)
-    if len(channels) != 2:
-        raise CheckpointError(f"downsample_channels has {len(channels)} numbers; expected 2", param="vision_config")
-    if (kind := projector.get("projector_type", "linear")) != "linear":
-        raise NotBuiltError(f"DeepSeek-OCR with projector_type = {shown(kind)} is not built: 'linear' is",
-                            param="projector_type")  # fmt: skip
-    check_fit(raw, "projector_config.n_embed", projector["n_embed"])
+    vision, sam = _sam(raw)
+    clip = part_of(part_of(vision, "width", {}), "clip-l-14-224", _CLIP)
+    projector = _projector(raw, "DeepSeek-OCR", {"input_dim": 2048, "n_embed": 1280})
+    check_sizes(clip, {**_ENCODER, "image_size": _SIZE, "patch_size": _SIZE})
+    channels = _channels(sam)
     _same("downsample_channels[1]", channels[1], "the width of clip-l-14-224", clip["width"])
     _same("projector_config.input_dim", projector["input_dim"], "the width of both encoders", 2 * clip["width"])
-    for name, part in (("sam_vit_b", sam), ("clip-l-14-224", clip)):
-        check_heads(name, part["width"], part["heads"])
+    check_heads("clip-l-14-224", clip["width"], clip["heads"])
     places = (clip["image_size"] // clip["patch_size"]) ** 2
     if not 1 <= places <= _MOST_PLACES:
         raise CheckpointError(f"clip-l-14-224 has {places} places; expected 1 to {_MOST_PLACES}", param="vision_config")
-    grid = vision["image_size"] // PATCH
     check_weights(
-        sum(part["layers"] * part["width"] ** 2 * (4 + 2 * _RATIO) for part in (sam, clip))
-        + (grid * grid + 4 * grid * sam["layers"]) * sam["width"]
+        _sam_weights(sam, vision["image_size"], channels)
+        + clip["layers"] * clip["width"] ** 2 * (4 + 2 * _RATIO)
         + places * clip["width"]
-        + 9 * (_NECK * channels[0] + channels[0] * channels[1])
         + projector["input_dim"] * projector["n_embed"]
     )
-    about_sam = {
+    return {"sam_config": _about_sam(sam, vision["image_size"], channels),
+            "clip_config": {**clip, "places": places, "mlp_ratio": _RATIO}, "projector_config": projector}  # fmt: skip
+
+
+def ocr2_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of transformers' DeepSeek-OCR 2, whose encoders these are."""
+    vision, sam = _sam(raw)
+    qwen2 = part_of(part_of(vision, "width", {}), "qwen2-0-5b", _QWEN2)
+    check_sizes(qwen2, {**dict.fromkeys(("dim", "heads", "kv_heads", "ffn_dim"), _SIZE), "layers": _COUNT})
+    projector = _projector(raw, "DeepSeek-OCR 2", {"input_dim": qwen2["dim"], "n_embed": 1280})
+    check_heads("qwen2-0-5b", qwen2["dim"], qwen2["heads"])
+    if qwen2["heads"] % qwen2["kv_heads"]:
+        raise CheckpointError(
+            f"qwen2-0-5b: {qwen2['heads']} heads are not a multiple of {qwen2['kv_heads']} kv_heads",
+            param="vision_config",
+        )
+    _same("projector_config.input_dim", projector["input_dim"], "the width of qwen2-0-5b", qwen2["dim"])
+    if vision["image_size"] != _OCR2_SIDE:
+        raise NotBuiltError(
+            f"DeepSeek-OCR 2 with image_size = {vision['image_size']} is not built: {_OCR2_SIDE} is", param="image_size"
+        )
+    channels = [_channels(sam)[0], qwen2["dim"]]  # whatever released files say of the second
+    check_weights(
+        _sam_weights(sam, vision["image_size"], channels)
+        + qwen2["layers"] * qwen2["dim"] * (4 * qwen2["dim"] + 3 * qwen2["ffn_dim"])
+        + projector["input_dim"] * projector["n_embed"]
+    )
+    encoder = {
+        "hidden_size": qwen2["dim"], "num_hidden_layers": qwen2["layers"], "num_attention_heads": qwen2["heads"],
+        "num_key_value_heads": qwen2["kv_heads"], "intermediate_size": qwen2["ffn_dim"], "vocab_size": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _THETA},
+    }  # fmt: skip
+    text = part_of(raw, "language_config", {"hidden_size": projector["n_embed"], "vocab_size": 129280})
+    check_sizes(text, {"hidden_size": WIDTH, "vocab_size": VOCAB})
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of layers that are not made
+    about_text = {**heads, **{name: text[name] for name in ("hidden_size", "vocab_size")}}
+    sam_config = _about_sam(sam, vision["image_size"], channels)
+    return {"vision_config": {"sam_config": sam_config, "encoder_config": encoder}, "text_config": about_text}
+
+
+_ENCODER = {"width": _SIZE, "layers": _COUNT, "heads": _SIZE}
+
+
+def _sam(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """vision_config, and what it says of Segment Anything."""
+    vision = part_of(raw, "vision_config", {"image_size": 1024})
+    check_sizes(vision, {"image_size": Range(PATCH, 4096)})
+    sam = part_of(part_of(vision, "width", {}), "sam_vit_b", _SAM)
+    check_sizes(sam, _ENCODER)
+    check_heads("sam_vit_b", sam["width"], sam["heads"])
+    return vision, sam
+
+
+def _projector(raw: Mapping[str, Any], model: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    projector = part_of(raw, "projector_config", defaults)
+    check_sizes(projector, {"input_dim": _SIZE, "n_embed": _SIZE})
+    if (kind := projector.get("projector_type", "linear")) != "linear":
+        raise NotBuiltError(f"{model} with projector_type = {shown(kind)} is not built: 'linear' is",
+                            param="projector_type")  # fmt: skip
+    check_fit(raw, "projector_config.n_embed", projector["n_embed"])
+    return projector
+
+
+def _channels(sam: Mapping[str, Any]) -> list[int]:
+    channels = _whole_numbers(sam, "downsample_channels", _SIZE.most)
+    if len(channels) != 2:
+        raise CheckpointError(f"downsample_channels has {len(channels)} numbers; expected 2", param="vision_config")
+    return channels
+
+
+def _sam_weights(sam: Mapping[str, Any], side: int, channels: list[int]) -> int:
+    grid = side // PATCH
+    return (
+        sam["layers"] * sam["width"] ** 2 * (4 + 2 * _RATIO)
+        + (grid * grid + 4 * grid * sam["layers"]) * sam["width"]
+        + 9 * (_NECK * channels[0] + channels[0] * channels[1])
+    )
+
+
+def _about_sam(sam: Mapping[str, Any], side: int, channels: list[int]) -> dict[str, Any]:
+    return {
         "hidden_size": sam["width"], "num_hidden_layers": sam["layers"], "num_attention_heads": sam["heads"],
-        "image_size": vision["image_size"], "patch_size": PATCH, "window_size": _WINDOW, "output_channels": _NECK,
+        "image_size": side, "patch_size": PATCH, "window_size": _WINDOW, "output_channels": _NECK,
         "mlp_ratio": float(_RATIO), "downsample_channels": channels,
         "global_attn_indexes": _whole_numbers(sam, "global_attn_indexes", _COUNT.most),
     }  # fmt: skip
-    return {"sam_config": about_sam, "clip_config": {**clip, "places": places, "mlp_ratio": _RATIO},
-            "projector_config": projector}  # fmt: skip
 
 
 def _whole_numbers(part: Mapping[str, Any], name: str, most: int) -> list[int]:

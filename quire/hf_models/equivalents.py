@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.checkpoint.limits import Range, check_numbers
-from quire.hf_models.minicpm_config import minicpmv_encoder
+from quire.hf_models.minicpm_config import minicpmo_encoder, minicpmv_encoder
+from quire.hf_models.phi4 import phi4mm_encoders
 from quire.schema.errors import CheckpointError
 
 _MOST_PLACES = 4096  # in a row or column of an image
@@ -78,11 +79,22 @@ def _deepseek_ocr(raw: Mapping[str, Any]) -> Equivalent:
     return {"architectures": ["DeepseekOCRForCausalLM"], **ocr_sizes(raw)}, names
 
 
+def _deepseek_ocr2(raw: Mapping[str, Any]) -> Equivalent:
+    """transformers' class, whose loader knows the released names."""
+    from quire.hf_models.deepseek_sizes import ocr2_sizes  # lazy
+
+    kind = {"architectures": ["DeepseekOcr2ForConditionalGeneration"], "model_type": "deepseek_ocr2"}
+    return {**kind, **ocr2_sizes(raw), "tie_word_embeddings": False}, {}
+
+
 _EQUIVALENTS: dict[str, Callable[[Mapping[str, Any]], Equivalent]] = {
     "KimiVLForConditionalGeneration": _kimi_vl,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "DeepseekOCRForCausalLM": _deepseek_ocr,
+    "DeepseekOCR2ForCausalLM": _deepseek_ocr2,
     "MiniCPMV": minicpmv_encoder,
+    "MiniCPMO": minicpmo_encoder,
+    "Phi4MMForCausalLM": phi4mm_encoders,
 }
 
 

@@ -1,8 +1,9 @@
 """Encoders of MiniCPM-V up to 4.5: a vision encoder that takes pieces of any size, and attention of a fixed number of
-learned vectors to the patches of a piece (or, in videos of 4.5, of several frames).
+learned vectors to the patches of a piece (or, in videos of 4.5, of several frames). MiniCPM-o has Whisper's encoder
+too, in which audio is heard second by second: each sees all before it.
 
-The layers of the vision encoder are transformers'. In: patches of pieces beside each other, and the pieces' sizes. Out:
-as many vectors for each piece. Must not know: steps, requests.
+The layers of both encoders are transformers'. In: patches of pieces beside each other, and the pieces' sizes. Out: as
+many vectors for each piece. Must not know: steps, requests.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Idefics2Config, PreTrainedModel
+from torch.nn import functional
+from transformers import Idefics2Config, PreTrainedModel, WhisperConfig
 from transformers.models.idefics2.modeling_idefics2 import Idefics2Encoder, Idefics2PreTrainedModel
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from quire.hf_models.minicpm_config import HEAD
 
@@ -106,7 +109,7 @@ class MiniCPMVTowers(Idefics2PreTrainedModel):
     """Named as in checkpoints of the whole."""
 
     config: Idefics2Config
-    _keys_to_ignore_on_load_unexpected = [r"^llm\."]
+    _keys_to_ignore_on_load_unexpected = [r"^llm\.", r"^tts\."]
 
     def __init__(self, config: Idefics2Config) -> None:
         super().__init__(config)
@@ -167,6 +170,59 @@ class MiniCPMVTowers(Idefics2PreTrainedModel):
             start += num * length
             size_seen = (1, size[0] * size[1]) if self.in_a_row else size
             yield size, self.resampler.values(self.vpm(strips, size_seen))
+
+
+class AudioProjector(nn.Module):
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.linear1, self.linear2 = nn.Linear(width, out), nn.Linear(out, out)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.linear2(functional.relu(self.linear1(hidden)))
+        return projected
+
+
+class MiniCPMOTowers(MiniCPMVTowers):
+    config: Idefics2Config
+
+    def __init__(self, config: Idefics2Config) -> None:
+        super().__init__(config)
+        own = vars(config)
+        self.chunk, self.step = own["chunk_places"], own["pool_step"]
+        hearing = WhisperConfig(**own["hearing"])
+        hearing._attn_implementation = "sdpa"
+        self.apm = WhisperEncoder(hearing)
+        self.audio_projection_layer = AudioProjector(hearing.d_model, config.perceiver_config.hidden_size)
+        self.post_init()
+
+    get_image_features = MiniCPMVTowers.get_image_features
+    get_video_features = MiniCPMVTowers.get_video_features
+
+    def get_audio_features(self, input_features: Tensor, piece_lens: Tensor) -> Tensor:
+        """Features [pieces, mel bins, frames], of which each piece has so many -> [vectors, width]."""
+        lens = [int(count) for count in piece_lens]
+        most = min(input_features.shape[-1], 2 * self.apm.config.max_source_positions)
+        if len(lens) != len(input_features) or not all(0 < count <= most for count in lens):
+            raise ValueError(f"{len(input_features)} pieces of {most} frames at most have lengths of {lens[:8]}")
+        made = []
+        for features, count in zip(input_features, lens, strict=True):
+            projected = self.audio_projection_layer(self._heard(features[None, :, :count]))
+            made.append(functional.avg_pool1d(projected.mT, self.step)[0].mT if projected.shape[1] >= self.step
+                        else projected[0, :0])  # fmt: skip
+        return torch.cat(made)
+
+    def _heard(self, features: Tensor) -> Tensor:
+        """[1, positions, width]"""
+        encoder = self.apm
+        hidden = functional.gelu(encoder.conv2(functional.gelu(encoder.conv1(features)))).mT
+        hidden = hidden + encoder.embed_positions.weight[: hidden.shape[1]]
+        chunks = torch.arange(hidden.shape[1], device=hidden.device) // self.chunk
+        mask = torch.zeros((len(chunks),) * 2, dtype=hidden.dtype, device=hidden.device)
+        mask = mask.masked_fill(chunks > chunks[:, None], torch.finfo(hidden.dtype).min)[None, None]
+        for layer in encoder.layers:
+            hidden = layer(hidden, mask)
+        normed: Tensor = encoder.layer_norm(hidden)
+        return normed
 
 
 def _runs(sizes: Sequence[Size]) -> Iterator[tuple[Size, int]]:

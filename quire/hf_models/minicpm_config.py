@@ -1,4 +1,4 @@
-"""The encoder of MiniCPM-V up to 4.5 as a configuration of Idefics2, whose vision encoder it has.
+"""The encoders of MiniCPM-V up to 4.5 and MiniCPM-o as a configuration of Idefics2, whose vision encoder they have.
 
 In: the raw config.json. Out: numbers within bounds, of which the class in hf_models/minicpm.py is made. Must not know:
 files, tensors.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checkpoint.limits import Range, check_numbers
+from quire.checkpoint.limits import Range, check_numbers, shown
 from quire.checkpoint.minicpm import release_of
 from quire.schema.errors import CheckpointError, ConfigError
 
@@ -28,6 +28,17 @@ _RANGES = {
     "image_size": Range(1, 1 << 14),
 }
 _MOST_WEIGHTS = 1 << 33
+# MiniCPM-o: Whisper's encoder
+_AUDIO = {
+    "d_model": 1024, "encoder_layers": 24, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096, "num_mel_bins": 80,
+    "max_source_positions": 1500,
+}  # fmt: skip
+_AUDIO_RANGES = {
+    "d_model": Range(1, 1 << 16), "encoder_layers": Range(1, 1 << 10), "encoder_attention_heads": Range(1, 1 << 10),
+    "encoder_ffn_dim": Range(1, 1 << 18), "num_mel_bins": Range(1, 1 << 10), "max_source_positions": Range(1, 1 << 16),
+}  # fmt: skip
+_PER_SECOND = 50  # positions of the encoder
+_LONGEST_CHUNK = 3600.0  # seconds
 
 
 def minicpmv_encoder(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -56,6 +67,38 @@ def minicpmv_encoder(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         "tie_word_embeddings": False,
     }
     return config, {}
+
+
+def minicpmo_encoder(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """With what hears; nothing of what speaks."""
+    config, names = minicpmv_encoder(raw)
+    own = raw.get("audio_config") or {}
+    if not isinstance(own, Mapping):
+        raise CheckpointError(f"audio_config must be a mapping, not {own!r:.60}", param="audio_config")
+    audio = {name: own[name] if own.get(name) is not None else default for name, default in _AUDIO.items()}
+    for name, value in audio.items():
+        if type(value) is not int:
+            raise CheckpointError(f"{name} is {shown(value)}; expected {_AUDIO_RANGES[name]}", param=name)
+    check_numbers(audio, _AUDIO_RANGES)
+    width, heads = audio["d_model"], audio["encoder_attention_heads"]
+    if width % heads:
+        raise ConfigError(f"d_model = {width} of audio_config is not a multiple of its {heads} heads",
+                          param="audio_config", value=width)  # fmt: skip
+    total = audio["encoder_layers"] * width * (4 * width + 2 * audio["encoder_ffn_dim"])
+    if total > _MOST_WEIGHTS:
+        raise CheckpointError(
+            f"audio_config describes an encoder of {total} weights; the limit is {_MOST_WEIGHTS}", param="audio_config"
+        )
+    step, seconds = raw.get("audio_pool_step", 2), raw.get("audio_chunk_length", 1.0)
+    check_numbers({"audio_pool_step": step}, {"audio_pool_step": Range(1, 64)})
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 1 / _PER_SECOND <= seconds <= _LONGEST_CHUNK:
+        raise CheckpointError(
+            f"audio_chunk_length is {shown(seconds)}; expected seconds from {1 / _PER_SECOND} to {_LONGEST_CHUNK:g}",
+            param="audio_chunk_length",
+        )
+    more = {"architectures": ["MiniCPMO"], "hearing": audio, "pool_step": int(step)}
+    return {**config, **more, "chunk_places": int(seconds * _PER_SECOND)}, names
 
 
 def _check_divisors(vision: Mapping[str, int], width: Any) -> None:

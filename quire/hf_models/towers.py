@@ -47,6 +47,7 @@ _OWN = Registry(
         "Gemma3nForConditionalGeneration": "quire.hf_models.gemma3n:Gemma3nTowers",
         "MolmoForCausalLM": "quire.hf_models.molmo:MolmoTowers",
         "MiniCPMV": "quire.hf_models.minicpm:MiniCPMVTowers",
+        "MiniCPMO": "quire.hf_models.minicpm:MiniCPMOTowers",
         "DeepseekVLV2ForCausalLM": "quire.hf_models.deepseek_vl2:DeepseekVL2Towers",
         "DeepseekOCRForCausalLM": "quire.hf_models.deepseek_ocr:DeepseekOcrTowers",
         "UltravoxModel": "quire.hf_models.ultravox:UltravoxTowers",

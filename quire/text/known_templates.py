@@ -16,7 +16,10 @@ _DEEPSEEK_VL2 = (
     "{% if add_generation_prompt %}<|Assistant|>:{% endif %}"
 )
 _DEEPSEEK_OCR = "{{ bos_token }}{% for message in messages %}" + _TEXT + "{{ text | trim }}{% endfor %}"
-_TEMPLATES = {"DeepseekVLV2ForCausalLM": _DEEPSEEK_VL2, "DeepseekOCRForCausalLM": _DEEPSEEK_OCR}
+_TEMPLATES = {
+    "DeepseekVLV2ForCausalLM": _DEEPSEEK_VL2,
+    **dict.fromkeys(("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"), _DEEPSEEK_OCR),
+}
 
 
 def known_template(architectures: Any) -> str | None:

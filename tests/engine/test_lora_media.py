@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from quire import LLM, EngineArgs, LoRARequest, SamplingParams
 from quire.schema.errors import ConfigError, InputError
@@ -78,6 +80,31 @@ def test_media_bring_their_adapter(tmp_path: Path) -> None:
             prepared = front.prepare("one", prompt_of([[11], *pieces, [21]]), GREEDY)
             found = None if prepared.lora_request is None else prepared.lora_request.lora_int_id
             assert found == lora_id and prepared.requests[0].lora_id == (lora_id or 0)
+
+
+def test_the_adapters_in_the_repository_of_phi_4(tmp_path: Path) -> None:
+    """Its own checkpoint: the weights of the file are the base model's, with the adapter of its folder for an image."""
+    name = "Phi4MMForCausalLM"
+    model = make_model(name, tmp_path)
+    item, text = draw_item(name, model, 0), [21, 22, 23]
+    pieces: list[list[Any]] = [[[11, 12, 13], item, text], [[11, 12, 13], text]]
+    folders = {"image": str(tmp_path / "vision-lora"), "audio": str(tmp_path / "speech-lora")}
+    prompts = [prompt_of(one) for one in (*pieces, pieces[1])]
+    with start(tmp_path, default_mm_loras=folders) as llm:
+        speech = LoRARequest("speech", 9, folders["audio"])
+        outputs = llm.generate(prompts, GREEDY, lora_request=[None, None, speech], use_tqdm=False)
+    answers = [list(one.outputs[0].token_ids) for one in outputs]
+    merged = {}
+    for kind in ("vision", "speech"):
+        tensors = load_file(tmp_path / f"{kind}-lora" / "adapter_model.safetensors")
+        merged[kind] = copy.deepcopy(model)
+        for stem in {one.removesuffix(".lora_A.weight") for one in tensors if ".lora_A." in one}:
+            matrix = merged[kind].get_submodule(stem.removeprefix("base_model.model.")).weight.data
+            matrix += 2 * tensors[f"{stem}.lora_B.weight"] @ tensors[f"{stem}.lora_A.weight"]
+    assert is_greedy(name, merged["vision"], pieces[0], answers[0])
+    assert is_greedy(name, model, pieces[1], answers[1])
+    assert is_greedy(name, merged["speech"], pieces[1], answers[2])
+    assert not is_greedy(name, model, pieces[0], answers[0]), "the adapter changes nothing"
 
 
 def test_an_adapter_that_cannot_be_read_is_one_request_s_error(tmp_path: Path) -> None:

@@ -93,6 +93,45 @@ def test_other_projectors_are_refused_by_name() -> None:
         equivalent_of({"architectures": [NAME], "projector_config": {"projector_type": "mlp_gelu"}})
 
 
+SECOND = "DeepseekOCR2ForCausalLM"
+
+
+def test_the_second_has_the_sizes_of_the_released_code() -> None:
+    """Files say 1024 of the channels beside an encoder of 896."""
+    channels = {"downsample_channels": [512, 1024]}
+    given = {"vision_config": {"width": {SAM: channels, "qwen2-0-5b": {"dim": 896}}}}
+    config, _ = equivalent_of({"architectures": [SECOND], "auto_map": {"AutoConfig": "code.Config"}, **given})
+    sam, encoder = (config["vision_config"][f"{name}_config"] for name in ("sam", "encoder"))
+    assert sam["downsample_channels"] == [512, 896] and (sam["image_size"], sam["window_size"]) == (1024, 14)
+    assert (encoder["hidden_size"], encoder["num_hidden_layers"], encoder["intermediate_size"]) == (896, 24, 4864)
+    assert (encoder["num_attention_heads"], encoder["num_key_value_heads"]) == (14, 2)
+    assert config["text_config"]["hidden_size"] == 1280 and "auto_map" not in config
+
+
+def qwen2(**part: Any) -> dict[str, Any]:
+    return {"vision_config": {"width": {"qwen2-0-5b": part}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"vision_config": {"width": {"qwen2-0-5b": 3}}}, CheckpointError, "qwen2-0-5b must be a mapping, not 3"),
+        (qwen2(layers=10**9), CheckpointError, "layers"),
+        (qwen2(heads=5), CheckpointError, "qwen2-0-5b: a width of 896 is not a multiple of its 5 heads"),
+        (qwen2(kv_heads=4), CheckpointError, "qwen2-0-5b: 14 heads are not a multiple of 4 kv_heads"),
+        (qwen2(dim=28672, heads=14, layers=512), CheckpointError, "an encoder of [0-9]+ weights; the limit is"),
+        (widths(sam={"heads": 7}), CheckpointError, "sam_vit_b: a width of 768 is not a multiple of its 7 heads"),
+        ({"projector_config": {"input_dim": 64}}, CheckpointError, "input_dim is 64, but the width of qwen2-0-5b"),
+        ({"projector_config": {"projector_type": "mlp"}}, NotBuiltError, "DeepSeek-OCR 2 with projector_type = 'mlp'"),
+        ({"vision_config": {"image_size": 512}}, NotBuiltError, "image_size = 512 is not built: 1024 is"),
+        ({"language_config": {"vocab_size": 10**12}}, CheckpointError, "vocab_size=1000000000000"),
+    ],
+)  # fmt: skip
+def test_a_hostile_configuration_of_the_second(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        equivalent_of({"architectures": [SECOND], **given})
+
+
 def test_random_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(deepseek_ocr.config()))
     arrays = deepseek_ocr.drawn(torch.Generator().manual_seed(1))

@@ -144,3 +144,44 @@ def test_a_checkpoint_that_lacks_tensors(tmp_path: Path) -> None:
         tower_of(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read as MiniCPMVTowers"):
         tower_of(tmp_path, query_num=7)
+
+
+@torch.inference_mode()
+def test_vectors_of_audio(tmp_path: Path) -> None:
+    """Pieces of any length, of which each second sees those before it."""
+    model = make_model("MiniCPMO", tmp_path)
+    tower = tower_of(tmp_path)
+    for lens in ([60], [4, 59, 33], [80, 5]):
+        arrays = {"input_features": torch.randn(len(lens), 16, max(lens)), "piece_lens": torch.tensor(lens)}
+        vectors = tower.encode("audio", arrays)
+        assert len(vectors) == sum((count + 1) // 2 // 2 for count in lens)
+        torch.testing.assert_close(vectors, model.get_audio_features(**arrays), atol=2e-4, rtol=1e-3)
+    later = arrays["input_features"].clone()
+    later[0, :, 2 * minicpm_oracle.CHUNK + 2 :] = 1.0  # what the first chunk does not see
+    changed = tower.encode("audio", arrays | {"input_features": later})
+    num = minicpm_oracle.CHUNK // 2
+    torch.testing.assert_close(changed[:num], vectors[:num])
+    assert (changed - vectors)[num:20].abs().max(-1).values.min() > 1e-3
+    for lens in ([81, 5], [0, 5], [60]):
+        with pytest.raises(ValueError, match="2 pieces of 80 frames at most have lengths of"):
+            tower.encode("audio", arrays | {"piece_lens": torch.tensor(lens)})
+
+
+AUDIO = minicpm_oracle.AUDIO
+
+
+@pytest.mark.parametrize(("over", "error", "said"), [
+    ({"audio_config": [1]}, CheckpointError, "audio_config must be a mapping, not"),
+    ({"audio_config": AUDIO | {"encoder_layers": 10**6}}, CheckpointError, "encoder_layers"),
+    ({"audio_config": AUDIO | {"encoder_layers": [1]}}, CheckpointError, r"encoder_layers is \[1\]; expected"),
+    ({"audio_config": AUDIO | {"encoder_attention_heads": 5}}, ConfigError, "d_model = 32 of audio_config is not"),
+    ({"audio_config": AUDIO | {"d_model": 1 << 16, "encoder_layers": 9}}, CheckpointError, "weights; the limit is"),
+    ({"audio_pool_step": 0}, CheckpointError, "audio_pool_step=0"),
+    ({"audio_chunk_length": 0}, CheckpointError, "audio_chunk_length is 0; expected seconds from 0.02 to 3600"),
+    ({"audio_chunk_length": "1"}, CheckpointError, "audio_chunk_length is '1'"),
+    ({"audio_chunk_length": float("nan")}, CheckpointError, "audio_chunk_length is nan"),
+    ({"version": 4.5}, NotBuiltError, "MiniCPMO with version = 4.5 is not in this version of Quire; built are 2.6"),
+])  # fmt: skip
+def test_a_hostile_configuration_of_what_hears(over: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        encoder(**{"architectures": ["MiniCPMO"], "audio_config": AUDIO} | over)

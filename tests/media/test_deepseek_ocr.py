@@ -46,14 +46,16 @@ def normalised(image: Image.Image) -> torch.Tensor:
     return (torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255) - 0.5) / 0.5
 
 
-def views(image: Image.Image, base: int, side: int, crops: bool, most: int = 6) -> tuple[Any, list[Any], list[int]]:
+def views(
+    image: Image.Image, base: int, side: int, crops: bool, most: int = 6, smallest: int = 640
+) -> tuple[Any, list[Any], list[int]]:
     """The whole image, its tiles, and (columns, rows), as the released code has them, with Pillow."""
     if not crops:
-        if side <= 640:
+        if side <= smallest:
             image = image.resize((side, side))
         return normalised(ImageOps.pad(image, (base, base), color=(127, 127, 127))), [], [1, 1]
     whole = normalised(ImageOps.pad(image, (base, base), color=(127, 127, 127)))
-    if image.width <= 640 and image.height <= 640:
+    if image.width <= smallest and image.height <= smallest:
         return whole, [], [1, 1]
     columns, rows = grid_of(image, side, most)
     large = image.resize((columns * side, rows * side))

@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.schema.errors import InputError
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import CANVAS, MOLMO, SPECIAL, write_tokenizer
-from tests.media_models import QWEN3_5, without_timm
+from tests.media_models import QWEN3_5, as_phi4mm, without_timm
 from tests.server.live import live
 
 NUM = 6
@@ -140,14 +140,12 @@ def perception_lm(vocab: Tokenizer) -> Any:
     )  # fmt: skip
 
 
-def phi_4(vocab: Tokenizer) -> Any:
-    vision = dict(
-        **VISION, image_size=28, crop_size=28, patch_size=7, image_token_id=vocab.token_to_id("<|image|>")
-    )  # fmt: skip
+def phi_4(vocab: Tokenizer, image: str = "<|image|>", sound: str = "<|audio|>") -> Any:
+    vision = dict(**VISION, image_size=28, crop_size=28, patch_size=7, image_token_id=vocab.token_to_id(image))
     audio = dict(
         hidden_size=32, intermediate_size=48, num_blocks=2, num_attention_heads=4, ext_pw_out_channel=32,
         depthwise_separable_out_channel=32, input_size=16, nemo_conv_channels=8, bias_max_distance=20,
-        audio_token_id=vocab.token_to_id("<|audio|>"),
+        audio_token_id=vocab.token_to_id(sound),
     )  # fmt: skip
     return tf.Phi4MultimodalConfig(**text(vocab), vision_config=vision, audio_config=audio)
 
@@ -296,6 +294,13 @@ CASES["phi 4"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|image|>")
 MOLMO_2 = {"size": {"height": 28, "width": 28}, "patch_size": 7, "overlap_margins": [1, 1], "max_crops": 4}
 CASES["molmo 2"] = (molmo2, "Molmo2ForConditionalGeneration", {}, MOLMO_2, "<|image|>")
 CASES["molmo 2, video"] = (*CASES["molmo 2"][:4], "<|video|>")
+PHI4MM_TOKENS = ("<|endoftext10|>", "<|endoftext11|>")
+PHI4MM = PHI_4 | {"audio_compression_rate": 8, "audio_downsample_rate": 1, "audio_feat_stride": 1,
+                  "processor_class": "Phi4MMProcessor"}  # fmt: skip
+CASES["phi 4 mm"] = (
+    lambda vocab: phi_4(vocab, *PHI4MM_TOKENS), "Phi4MultimodalForCausalLM", {}, PHI4MM, "<|image_1|>"
+)  # fmt: skip
+CASES["phi 4 mm, audio"] = (*CASES["phi 4 mm"][:4], "<|audio_1|>")
 CASES["phi 4, audio"] = (phi_4, "Phi4MultimodalForCausalLM", {}, PHI_4, "<|audio|>")
 
 
@@ -338,7 +343,10 @@ CASES["cohere2 vision"] = (
     cohere2_vision, "Cohere2VisionForConditionalGeneration", {}, {**SQUARE, "max_patches": 5, "patch_size": 2},
     "<|IMG_PATCH|>",
 )  # fmt: skip
-ON_CANVAS = ("llama 4", "cohere2 vision", "lfm2 vl")
+FURTHER = dict.fromkeys(("llama 4", "cohere2 vision", "lfm2 vl"), CANVAS) | dict.fromkeys(
+    ("phi 4 mm", "phi 4 mm, audio"), PHI4MM_TOKENS
+)
+REWRITES = dict.fromkeys(("phi 4 mm", "phi 4 mm, audio"), as_phi4mm)  # into the form of another repository
 LFM2 = {"encoder_patch_size": 7, "tile_size": 28, "min_image_tokens": 1, "max_image_tokens": 6, "max_tiles": 4}
 CASES["lfm2 vl"] = (lfm2_vl, "Lfm2VlForConditionalGeneration", {}, LFM2, "<image>")
 CASES["llava next video, image"] = (
@@ -351,7 +359,7 @@ CASES["video llava"] = (video_llava, "VideoLlavaForConditionalGeneration", {"pat
 def write_model(name: str, folder: Path, seed: int = 3) -> Any:
     """A tiny random checkpoint of one of CASES; the model."""
     configure, cls, own, settings, _ = CASES[name]
-    write_tokenizer(folder, CANVAS if name in ON_CANVAS else ())
+    write_tokenizer(folder, FURTHER.get(name, ()))
     vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(seed)
     with without_timm():
@@ -361,6 +369,8 @@ def write_model(name: str, folder: Path, seed: int = 3) -> Any:
             if weight.ndim > 1 and not weight.any():  # Gemma 3's projection, as it is made
                 weight.normal_(std=0.2)
     model.save_pretrained(folder)
+    if name in REWRITES:
+        REWRITES[name](folder)
     (folder / "processor_config.json").write_text(json.dumps({"patch_size": None, **own}))
     for kind in ("preprocessor", "video_preprocessor"):
         (folder / f"{kind}_config.json").write_text(json.dumps(settings))
@@ -373,7 +383,7 @@ def test_words_equal_transformers(name: str, tmp_path: Path) -> None:
     modality = {"video": "video", "audio": "audio"}.get(name.split()[-1], "image")
     vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     item = ITEMS[modality]
-    special = [number for one in (*SPECIAL, *CANVAS) if (number := vocab.token_to_id(one)) is not None]
+    special = [number for one in (*SPECIAL, *CANVAS, *PHI4MM_TOKENS) if (number := vocab.token_to_id(one)) is not None]
     params = SamplingParams(temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1,
                             logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
@@ -523,34 +533,77 @@ def test_an_image_and_audio_in_one_prompt(tmp_path: Path) -> None:
     assert logits.argmax(-1).tolist() == list(said.token_ids)
 
 
-def test_audio_beside_an_image_has_a_projection_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "audio", "image"), [("phi 4", "<|audio|>", "<|image|>"), ("phi 4 mm", "<|audio_1|>", "<|image_1|>")]
+)
+def test_audio_beside_an_image_has_a_projection_of_its_own(name: str, audio: str, image: str, tmp_path: Path) -> None:
     """Of Phi 4. The same audio is encoded twice, alone and beside an image."""
-    write_tokenizer(tmp_path)
+    model = write_model(name, tmp_path)
     vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    torch.manual_seed(3)
-    model = tf.Phi4MultimodalForCausalLM(phi_4(vocab)).eval().float()
-    model.save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PHI_4))
-    special = [vocab.token_to_id(one) for one in SPECIAL]
+    special = [vocab.token_to_id(one) for one in (*SPECIAL, *FURTHER.get(name, ()))]
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, logit_bias=dict.fromkeys(special, -100.0))
     both = {"audio": TONE, "image": ITEMS["image"]}
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
         media = llm.llm_engine.front.inputs.media
-        for data, words in (({"audio": TONE}, "a <|audio|> b"), (both, "a <|audio|> b <|image|> c")):
+        for data, words in (({"audio": TONE}, f"a {audio} b"), (both, f"a {audio} b {image} c")):
             (output,) = llm.generate({"prompt": words, "multi_modal_data": data}, params, use_tqdm=False)
             items = media.loaded(media.load(data)).items
             known = {key: torch.from_numpy(np.array(array)) for several in items.values() for one in several
                      for key, array in one.item.arrays.items()}  # fmt: skip
             assert (known.pop("is_beside", None) is not None) == ("image" in data)
-            with torch.no_grad():
-                logits = model(torch.tensor([output.prompt_token_ids]), **known).logits[0, -1]
-            expected = logits.clone()
-            expected[special] = -torch.inf
-            token = int(expected.argmax())
-            assert list(output.outputs[0].token_ids) == [token]
-            assert output.outputs[0].logprobs[0][token].logprob == pytest.approx(
-                float(logits.log_softmax(-1)[token]), abs=1e-4
-            )
+            check_first(model, output, known, special)
+
+
+def check_first(model: Any, output: Any, known: dict[str, Any], special: list[int]) -> None:
+    """The first token of an answer, and its probability."""
+    with torch.no_grad():
+        logits = model(torch.tensor([output.prompt_token_ids]), **known).logits[0, -1]
+    expected = logits.clone()
+    expected[special] = -torch.inf
+    token = int(expected.argmax())
+    assert output.outputs[0].token_ids[0] == token
+    logprob = output.outputs[0].logprobs[0][token].logprob
+    assert logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
+
+
+def test_a_conversation_of_phi_4_in_the_form_of_its_repository(tmp_path: Path) -> None:
+    """Two images and audio between them, as parts of a chat, for which the template wants a text; the same prompt as
+    text, with the tokens themselves, and as ids."""
+    model = write_model("phi 4 mm", tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ '<s>' + message['content'] + '</s>' }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    vocab = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    special = [vocab.token_to_id(one) for one in (*SPECIAL, *PHI4MM_TOKENS)]
+    params = SamplingParams(temperature=0, max_tokens=NUM, logprobs=1, ignore_eos=True,
+                            logit_bias=dict.fromkeys(special, -100.0))  # fmt: skip
+    images = [ITEMS["image"], ITEMS["image"].rotate(180)]
+    first, second = ({"type": "image_pil", "image_pil": image} for image in images)
+    parts = [first, {"type": "audio", "audio": TONE}, second, {"type": "text", "text": "What is shown?"}]
+    data = {"image": images, "audio": TONE}
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+        (output,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
+        text = "<s><|image_1|>\n<|audio_1|>\n<|image_2|>\nWhat is shown?</s>"
+        image, audio = PHI4MM_TOKENS
+        same = {"prompt": f"<s>{image}\n{audio}\n{image}\nWhat is shown?</s>", "multi_modal_data": data}
+        ids = {"prompt_token_ids": output.prompt_token_ids, "multi_modal_data": data}
+        for prompt in ({"prompt": text, "multi_modal_data": data}, same, ids):
+            (again,) = llm.generate(prompt, params, use_tqdm=False)
+            assert again.prompt_token_ids == output.prompt_token_ids
+            assert again.outputs[0].token_ids == output.outputs[0].token_ids
+        with pytest.raises(InputError, match=r"3 placeholders '<\|endoftext10\|>' for 2 image items"):
+            llm.generate({"prompt": text + "<|image_3|>", "multi_modal_data": data}, use_tqdm=False)
+        media = llm.llm_engine.front.inputs.media
+        items = media.loaded(media.load(data)).items
+    known: dict[str, Any] = {}
+    for several in items.values():
+        for name in several[0].item.arrays:
+            known[name] = torch.cat([torch.from_numpy(np.array(one.item.arrays[name])) for one in several])
+    known.pop("is_beside")
+    numbers = [vocab.token_to_id(one) for one in PHI4MM_TOKENS]
+    counts = [sum(one.item.num_vectors for one in items[kind]) for kind in ("image", "audio")]
+    assert [output.prompt_token_ids.count(number) for number in numbers] == counts
+    check_first(model, output, known, special)
 
 
 def test_gemma_3_over_http(tmp_path: Path) -> None:

@@ -127,6 +127,25 @@ def test_phi_4(torchvision: None, monkeypatch: pytest.MonkeyPatch) -> None:
         family.process("image", picture(3000, 20), {}, 1)
 
 
+def test_crops_of_phi_4_are_those_of_its_repository() -> None:
+    """Its own processor resizes with Pillow, and samples the whole image from what the model reads."""
+    settings = {"size": {"height": SIDE, "width": SIDE}, "dynamic_hd": 9, "patch_size": 7}
+    family = make_family("Phi4MMProcessor", ProcessorFiles(parts={"image": settings}))
+    for size in SIZES:
+        image = picture(*size)
+        item = family.process("image", image, {}, 1)
+        (height, width), (ours,) = item.arrays["image_sizes"][0], item.arrays["image_pixel_values"]
+        scale = min(width / image.width, height / image.height)
+        small = image.resize((int(image.width * scale), int(image.height * scale)), 2)
+        canvas = torch.full((3, height, width), 1.0)
+        canvas[:, : small.height, : small.width] = (tensor_of(small).float() / 255 - 0.5) / 0.5
+        rows, columns = height // SIDE, width // SIDE
+        crops = canvas.reshape(3, rows, SIDE, columns, SIDE).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        np.testing.assert_array_equal(ours[1:], crops)
+        whole = torch.nn.functional.interpolate(canvas[None], (SIDE, SIDE), mode="bicubic")
+        np.testing.assert_allclose(ours[0], whole[0], atol=2e-5)
+
+
 @pytest.mark.parametrize(("name", "settings"), [
     ("Kimi_K25Processor", {"size": {"max_height": 40, "max_width": 40}, "max_patches": 300}),
     ("KimiVLProcessor", {"in_token_limit": 300, "pad_input": True, "image_mean": HALF, "image_std": HALF}),

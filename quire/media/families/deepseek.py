@@ -1,5 +1,6 @@
 """DeepSeek-VL2: an image whole on a square, and on the canvas of tiles that keeps most of it; grey around both.
-DeepSeek-OCR: an image whole on a square, and stretched over a grid of tiles if it is larger than one."""
+DeepSeek-OCR: an image whole on a square, and stretched over a grid of tiles if it is larger than one. DeepSeek-OCR 2 in
+its own repository does so too, with vectors of another number."""
 
 from __future__ import annotations
 
@@ -75,20 +76,21 @@ class DeepseekOcr(Family):
 
     placeholders = {"image": "<image>"}
     fixed = ("patch_size", "downsample_ratio")
+    tile = 5 / 8  # of the side that the encoder is made for: a tile's
+    most = 5 / 4  # the largest, because the encoder's attention grows with the fourth power
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
-        side = Settings(files.vision).whole("image_size", 1024, high=_MOST_SIDE)
+        self.side = Settings(files.vision).whole("image_size", 1024, high=_MOST_SIDE)
         defaults = {
-            **_STEPS, "patch_size": 16, "downsample_ratio": 4, "base_size": side, "image_size": side * 5 // 8,
-            "crop_mode": True, "min_crops": 2, "max_crops": 6,
+            **_STEPS, "patch_size": 16, "downsample_ratio": 4, "base_size": self.side,
+            "image_size": int(self.side * self.tile), "crop_mode": True, "min_crops": 2, "max_crops": 6,
         }  # fmt: skip
         self.image = own_settings(defaults, files)
         self._own["image"] = self.image
-        self.patch = self.image.whole("patch_size", high=side)
+        self.patch = self.image.whole("patch_size", high=self.side)
         self.ratio = self.image.whole("downsample_ratio", high=64)
-        self.most = side * 5 // 4  # the encoder's attention grows with the fourth power
-        self.distorted = side * 5 // 8  # a square up to this size is filled
+        self.distorted = int(self.side * self.tile)  # a square up to this size is filled
 
     def process(self, modality: str, value: Image, options: Mapping[str, Any], count: int) -> ProcessedItem:
         import numpy as np  # lazy
@@ -96,26 +98,37 @@ class DeepseekOcr(Family):
         if modality != "image":
             raise self.refuse(modality)
         settings = self.image.over(options)
-        base, side = (settings.whole(name, low=self.patch, high=self.most) for name in ("base_size", "image_size"))
+        base, side = (self._side(settings, name) for name in ("base_size", "image_size"))
         crops, levels, around = settings.flag("crop_mode", True), levels_of(settings), grey(settings)
-        rows, columns = self._grid(value, settings, side) if crops and max(value.size) > side else (1, 1)
+        grid = rows, columns = self._grid(value, settings, side) if crops and max(value.size) > side else (1, 1)
         tiles = rows * columns if rows * columns > 1 else 0
         check_crops([(base, base), *[(side, side)] * tiles], "max_crops")
         if not crops and side <= self.distorted:
             whole = pixels.planes(pixels.resize(value, (base, base), BICUBIC))
         else:
             whole = padded(value, (base, base), around)
-        arrays = {
-            "pixel_values": levels.apply(whole[None]),
-            "images_spatial_crop": np.array([[columns, rows]], np.int64),
-        }
+        parts = None
         if tiles:
             large = pixels.planes(pixels.resize(value, (rows * side, columns * side), BICUBIC))
-            arrays["images_crop"] = levels.apply(np.stack(pixels.tiles(large, (side, side))))
-        num = self._squares(base) * (self._squares(base) + 1) + 1
-        if tiles:
-            num += rows * self._squares(side) * (columns * self._squares(side) + 1)
+            parts = levels.apply(np.stack(pixels.tiles(large, (side, side))))
+        arrays, num = self._arrays(levels.apply(whole[None]), parts, grid)
         return ProcessedItem(arrays, self.placeholders["image"] * num, num)
+
+    def _arrays(self, whole: Array, tiles: Array | None, grid: Size) -> tuple[dict[str, Any], int]:
+        """And how many vectors there are."""
+        import numpy as np  # lazy
+
+        rows, columns = grid
+        arrays = {"pixel_values": whole, "images_spatial_crop": np.array([[columns, rows]], np.int64)}
+        side = self._squares(whole.shape[-1])
+        num = side * (side + 1) + 1
+        if tiles is not None:
+            arrays["images_crop"], side = tiles, self._squares(tiles.shape[-1])
+            num += rows * side * (columns * side + 1)
+        return arrays, num
+
+    def _side(self, settings: Settings, name: str) -> int:
+        return settings.whole(name, low=self.patch, high=int(self.side * self.most))
 
     def _squares(self, side: int) -> int:
         return math.ceil((side // self.patch) / self.ratio)
@@ -127,11 +140,38 @@ class DeepseekOcr(Family):
         return rows, columns
 
 
+class DeepseekOCR2(DeepseekOcr):
+    """One tile after another, then the whole image, then an end. The encoder has learned vectors for two sizes."""
+
+    tile, most = 3 / 4, 1.0
+
+    def _arrays(self, whole: Array, tiles: Array | None, grid: Size) -> tuple[dict[str, Any], int]:
+        import numpy as np  # lazy
+
+        arrays = {"pixel_values": whole, "num_local_patches": np.array([0 if tiles is None else len(tiles)], np.int64)}
+        num = self._squares(whole.shape[-1]) ** 2 + 1
+        if tiles is not None:
+            arrays["pixel_values_local"] = tiles
+            num += self._squares(tiles.shape[-1]) ** 2 * len(tiles)
+        return arrays, num
+
+    def _side(self, settings: Settings, name: str) -> int:
+        side = super()._side(settings, name)
+        if side not in (known := (self.distorted, self.side)):
+            raise InputError(
+                f"{name} is {side}; the encoder reads squares of {known[0]} or {known[1]} pixels", param=name
+            )
+        return side
+
+
+_OCR = {"DeepseekOCRForCausalLM": DeepseekOcr, "DeepseekOCR2ForCausalLM": DeepseekOCR2}
+
+
 def deepseek_family(files: ProcessorFiles) -> Family:
-    """Both have the same processor and the same type."""
+    """All have the same processor and the same type."""
     names = files.config.get("architectures")
-    is_ocr = isinstance(names, list) and "DeepseekOCRForCausalLM" in names
-    return DeepseekOcr(files) if is_ocr else DeepseekVL2(files)
+    known = [_OCR[one] for one in names if isinstance(one, str) and one in _OCR] if isinstance(names, list) else []
+    return known[0](files) if known else DeepseekVL2(files)
 
 
 def own_settings(defaults: Mapping[str, Any], files: ProcessorFiles) -> Settings:

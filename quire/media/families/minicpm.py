@@ -1,5 +1,5 @@
-"""MiniCPM-V and MiniCPM-OCR: an image as a whole and, if it is large, as slices of about the same size, between marks.
-Videos are frames; in MiniCPM-V 4.5 each has its time, and several may be seen at once."""
+"""MiniCPM-V, MiniCPM-o and MiniCPM-OCR: an image as a whole and, if it is large, as slices of about the same size,
+between marks. Videos are frames; in MiniCPM-V 4.5 each has its time, and several may be seen at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.checkpoint.minicpm import release_of
 from quire.media import pixels
+from quire.media.audio import Audio, resample
 from quire.media.families.base import BICUBIC, HALF, FamilyByModality, ProcessedItem
+from quire.media.families.speech import EXTRACTOR, WhisperFeatures, num_bins
 from quire.media.images import check_crops, check_frames
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
@@ -30,6 +32,7 @@ _MOST_PIECES, _MOST_SIDE, _MOST_VECTORS = 64, 4096, 4096
 _MOST_PACKED = 6  # frames that are seen at once
 _TICKS = 10  # of a second: what times are counted in
 _LAST_TIME = 1 << 24
+_FRAMES_PER_SECOND = 100  # of what is heard
 _OLD_NAMES = {"norm_mean": "image_mean", "norm_std": "image_std"}
 
 
@@ -189,7 +192,8 @@ class MiniCPMV(_Sliced):
         own = files.parts.get("image", {})
         known = {_OLD_NAMES.get(name, name): value for name, value in own.items()}
         known = {name: value for name, value in known.items() if name in _STEPS}
-        super().__init__(dataclasses.replace(files, parts={"image": known, "video": known}))
+        audio = {name: own[name] for name in EXTRACTOR if name in own}
+        super().__init__(dataclasses.replace(files, parts={"image": known, "video": known, "audio": audio}))
         self.release = release_of(files.config)
         self.num = _vectors(files.config, own)
         token = _mark(own, "unk", "<unk>")
@@ -268,6 +272,56 @@ def _mark(own: Mapping[str, Any], name: str, default: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= 100:
         raise CheckpointError(f"{name} of the media processor must be a token, got {value!r:.60}", param=name)
     return value
+
+
+class MiniCPMO(MiniCPMV):
+    """MiniCPM-V 2.6 that hears: half minutes are encoded by themselves, and the vectors of each second stand between
+    marks."""
+
+    audio_start, audio_end = "<|audio_start|>", "<|audio_end|>"
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        super().__init__(files)
+        self.placeholders = {**self.placeholders, "audio": "(<audio>./</audio>)"}
+        self.features = {**self.features, "audio": self.features["image"]}
+        numbers = files.numbers()
+        self.pool = numbers.whole("audio_pool_step", 2, high=64)
+        bins = num_bins(files.numbers("audio_config"), 80)
+        self.audio = self.settings("audio", {**EXTRACTOR, "feature_size": bins}, *_STEPS, "packing_nums")
+        self.hearing = WhisperFeatures(self.audio)
+
+    def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]:
+        return {**super().methods(), "audio": self._audio}
+
+    def embeds_text(self, modality: str, num: int) -> str:
+        return self._heard(num) if modality == "audio" else super().embeds_text(modality, num)
+
+    def _audio(self, audio: Audio, settings: Settings) -> ProcessedItem:
+        import numpy as np  # lazy
+
+        hearing = self.hearing if settings is self.audio else WhisperFeatures(settings)
+        rate, most = hearing.mel.rate, hearing.num_samples
+        samples = resample(audio, rate)
+        parts = []
+        for start in range(0, len(samples), most):
+            features, mask = hearing.of(Audio(samples[start : start + most], rate))
+            parts.append(features[0, :, : int(mask.sum())])
+        lens = [part.shape[-1] for part in parts]
+        pieces = np.zeros((len(parts), hearing.mel.bins, max(lens, default=1)), np.float32)
+        for piece, part in zip(pieces, parts, strict=True):
+            piece[:, : part.shape[-1]] = part
+        num = sum(self._vectors_of(count) for count in lens)
+        arrays = {"input_features": pieces, "piece_lens": np.array(lens, np.int64)}
+        return ProcessedItem(arrays, self._heard(num), num)
+
+    def _vectors_of(self, frames: int) -> int:
+        return ((frames - 1) // 2 + 1) // self.pool
+
+    def _heard(self, num: int) -> str:
+        second = max(1, self._vectors_of(_FRAMES_PER_SECOND))
+        counts = [min(second, num - start) for start in range(0, num, second)]
+        token = self.feature("audio")
+        return "".join(f"{self.audio_start}{token * count}{self.audio_end}" for count in counts)
 
 
 class MiniCPMV46(_Sliced):

@@ -1,8 +1,10 @@
-"""Phi-4-multimodal: images as a grid of crops with the padding masked, audio as filter banks."""
+"""Phi-4-multimodal: images as a grid of crops with the padding masked, audio as filter banks. Its own repository
+(Phi4MM) has other tokens, and numbers items where a prompt names them."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ _AUDIO = {
     "audio_compression_rate": 8, "audio_downsample_rate": 1, "audio_feat_stride": 1, "mel_min_frequency": 0,
     "mel_max_frequency": 7690,
 }  # fmt: skip
+_NUMBERED = re.compile(r"<\|(image|audio)_\d+\|>")
 
 
 class Phi4Multimodal(FamilyByModality):
@@ -86,6 +89,18 @@ class Phi4Multimodal(FamilyByModality):
             num = -(-num // settings.whole(name, high=1 << 10))
         arrays = {"audio_input_features": features[None], "audio_embed_sizes": np.array([num], np.int64)}
         return ProcessedItem(arrays, self.placeholders["audio"] * num, num)
+
+
+class Phi4MM(Phi4Multimodal):
+    """The numbers of items say nothing: they are taken in their order."""
+
+    placeholders = {"image": "<|endoftext10|>", "audio": "<|endoftext11|>"}
+
+    def written(self, modality: str, number: int) -> str:
+        return f"<|{modality}_{number}|>"
+
+    def lay_out(self, text: str) -> str:
+        return _NUMBERED.sub(lambda match: self.placeholders[match[1]], text)
 
 
 def _bank_options(settings: Settings) -> BankOptions:

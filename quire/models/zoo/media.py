@@ -72,11 +72,14 @@ OWN_TYPES = Registry(
         "molmo": "quire.models.zoo.olmo:molmo",
         "deepseek_vl2_text": "quire.models.zoo.deepseek:deepseek_vl2",
         "molmo2_text": "quire.models.zoo.olmo:molmo2_text",
-        "minicpmv": "quire.models.zoo.minicpm:minicpmv",
+        **dict.fromkeys(("minicpmv", "minicpmo"), "quire.models.zoo.minicpm:minicpmv"),
+        "phi4mm": "quire.models.zoo.phi:phi4mm",
     },
 )
 # of architectures whose language model has no type of its own
-_OF_ARCHITECTURE = dict.fromkeys(("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM"), "deepseek_vl2_text")
+_OF_ARCHITECTURE = dict.fromkeys(
+    ("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"), "deepseek_vl2_text"
+)
 # what these language models do whatever their configuration says of it
 _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},

@@ -1,5 +1,5 @@
-"""MiniCPM-V up to 4.5: a language model of another family under names of its own, and its numbers at the top of the
-configuration."""
+"""MiniCPM-V up to 4.5 and MiniCPM-o: a language model of another family under names of its own, and its numbers at
+the top of the configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _LANGUAGE = {
     "4.5": "Qwen3ForCausalLM",
 }
 _NAMES = ((r"^llm\.", ""),)
-_TOWER = r"^(?:vpm|resampler)\."
+_TOWER = r"^(?:vpm|resampler|apm|audio_projection_layer)\."
+_SPEECH = r"^tts\."  # what it says aloud is not built
 
 
 def minicpmv(c: View) -> Arch:
@@ -25,4 +26,4 @@ def minicpmv(c: View) -> Arch:
 
     name = _LANGUAGE[release_of(c.raw)]
     arch: Arch = ZOO.get(name)(View(c.raw, DEFAULTS.get(name, {}), name))
-    return replace(arch, names=(*_NAMES, *arch.names), ignore=(*arch.ignore, _TOWER))
+    return replace(arch, names=(*_NAMES, *arch.names), ignore=(*arch.ignore, _TOWER, _SPEECH))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from quire.models.arch import Arch, with_window
 from quire.models.view import View, read
+from quire.models.zoo.defaults import DEFAULTS
 
 _PHI_NAMES = (
     (r"\.dense\.", ".o_proj."),
@@ -14,6 +15,10 @@ _PHI_NAMES = (
     (r"\.(q|k)_layernorm\.", r".\1_norm."),
     (r"^model\.final_layernorm\.", "model.norm."),
 )
+
+# As PEFT writes a model with adapters in it: the matrix itself, beside which lie two adapters.
+_PHI4MM_NAMES = ((r"\.base_layer\.", "."),)
+_PHI4MM_ADAPTERS = r"^model\.layers\.\d+\..*\.lora_[AB]\.(?:vision|speech)\.weight$"
 
 
 def phi(c: View) -> Arch:
@@ -31,3 +36,10 @@ def phi3(c: View) -> Arch:
         longrope = replace(rope, scaling={**rope.scaling, "rope_type": "longrope"})  # early releases say yarn
         arch = replace(arch, layers=tuple(replace(layer, rope=longrope) for layer in arch.layers))
     return with_window(arch, c.maybe("sliding_window"))
+
+
+def phi4mm(c: View) -> Arch:
+    """The language model of Phi-4-multimodal in its own repository. The adapters that its files have too lie there in
+    folders, from which they are served."""
+    arch = phi3(View(c.raw, DEFAULTS["Phi3ForCausalLM"], "Phi3ForCausalLM"))
+    return replace(arch, names=(*_PHI4MM_NAMES, *arch.names), ignore=(*arch.ignore, _PHI4MM_ADAPTERS))

@@ -36,9 +36,10 @@ def test_deepseek_vl2(tmp_path: Path) -> None:
     assert text == "<s>Be kind.\n\n<|User|>: <image>\nWho?\n\n"
 
 
-def test_deepseek_ocr(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"])
+def test_deepseek_ocr(name: str, tmp_path: Path) -> None:
     """The content and nothing else."""
-    tokenizer = tokenizer_of(tmp_path, ["DeepseekOCRForCausalLM"])
+    tokenizer = tokenizer_of(tmp_path, [name])
     assert render_chat(tokenizer, TALK[:1], add_generation_prompt=True) == "<s><image>\nWho?"
     parts = [{"type": "image", WRITTEN: "<image>"}, {"type": "text", "text": "Free OCR."}]
     assert render_chat(tokenizer, [{"role": "user", "content": parts}], media="first") == "<s><image>\nFree OCR."
