@@ -18,12 +18,12 @@ from quire.simulate.shape import BYTES, ModelShape
 from quire.simulate.topology import Topology
 
 TILE = 128  # rows: from there on a matmul takes as long as one of the next multiple
-_SHARPNESS = 2.0  # of the knee between waiting for weights and computing
+_SHARPNESS = 1.8  # of the knee between waiting for weights and computing
 _ACTIVATION_PASSES = (
     10  # numbers read or written around the matmuls of a layer, in hidden sizes; and in FFN sizes below
 )
 _FFN_PASSES = 2
-_CACHED_STATES = 4  # hidden states of a step that must fit the cache, for a kernel to find what the last one wrote
+_CACHED_STATES = 8  # hidden states of a step that must fit the cache, for a kernel to find what the last one wrote
 _LOGIT_PASSES = 3  # over float32 logits, to choose a token
 
 

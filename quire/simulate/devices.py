@@ -52,21 +52,33 @@ class DeviceModel:
 
 @dataclass(frozen=True, kw_only=True)
 class HostModel:
-    """What processors do around a step and around a request; seconds. Fitted together with the H200's rates."""
+    """What processors do around a step and around a request; seconds. docs/features/simulate.md says where each number
+    is from: processor time of a real server, or served loads of 0.6B and 8B."""
 
     plan_seconds: float = 0.30e-3  # plan and launch of a step
     plan_row_seconds: float = 1.5e-6  # for each request in it
+    add_seconds: float = 0.1e-3  # for each request that is new in it
+    eager_layer_seconds: float = 0.55e-3  # of each layer, to launch the kernels of a step that has no graph
     commit_seconds: float = 0.10e-3  # from the end of a step to its tokens at the server
     commit_row_seconds: float = 2.0e-6
-    least_lead: float = 0.5e-3  # how long before the end of a step the next one is planned, at least
-    lead_factor: float = 1.5  # and in times of what planning takes (engine/loop.py: Lead)
-    idle_seconds: float = 4.0e-3  # of the first step after a rest, more than others: all sleep
+    idle_seconds: float = 3.7e-3  # of the first step after a rest, more than others: all sleep
     least_rest: float = 20e-3  # that is one
-    request_seconds: float = 3.0e-3  # of a request on its way in and of its first token on its way out, in no queue
-    accept_seconds: float = 1.3e-3  # of the server's processor, for each request
-    chunk_seconds: float = 43e-6  # of the server's processor, for each streamed chunk
-    token_seconds: float = 10e-6  # of the server's processor, for each token
+    request_seconds: float = 2.8e-3  # of a request on its way in and of its first token on its way out, in no queue
+    accept_seconds: float = 0.77e-3  # of the server's processor, for each request
+    accept_turns: int = 2  # of its event loop, in which it does that: one more for a new connection
+    chunk_seconds: float = 35e-6  # of the server's processor, for each streamed chunk
+    token_seconds: float = 13e-6  # of the server's processor, for each token
     silent_share: float = 0.0  # of tokens that are no text by themselves and go out with the next one
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientModel:
+    """What a load generator on one processor does for a request and for a chunk; seconds."""
+
+    request_seconds: float = 0.34e-3  # for each request
+    connect_seconds: float = 0.14e-3  # for each new connection, besides
+    connect_turns: int = 2  # of its event loop, in which it does that
+    chunk_seconds: float = 45e-6  # for each chunk
 
 
 NVLINK = LinkModel(bandwidth=450e9, latency=10e-6)

@@ -16,8 +16,9 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest
 from quire.schema.params import ResolvedParams
+from quire.simulate.client import LoadClient
 from quire.simulate.cost import CostModel
-from quire.simulate.devices import HostModel
+from quire.simulate.devices import ClientModel, HostModel
 from quire.simulate.front import ServerFront
 from quire.simulate.replica import NEVER, Replica
 from quire.simulate.workload import SimulatedRequest
@@ -49,6 +50,9 @@ class RequestRecord:
     def is_complete(self) -> bool:
         return self.num_tokens == self.request.output_tokens
 
+    def begin(self, time: float) -> None:
+        self.start = time
+
     def take(self, time: float, num_tokens: int) -> None:
         """A chunk without tokens says that the request was refused."""
         if self.first >= 0:
@@ -69,14 +73,17 @@ class Fleet:
         cost: CostModel,
         host: HostModel,
         seed: int = 0,
+        client: ClientModel | None = None,
     ) -> None:
+        """`client`: makes the load and measures it, on one processor; None: clients take no time."""
         self.router, self.records = router, list[RequestRecord]()
         self._by_id: dict[str, RequestRecord] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
         self._waiting: list[SimulatedRequest] = []  # for one of those at once to end; last first
         random = Random(seed)
-        self.fronts = [ServerFront(host, self._send, random) for _ in range(num_replicas)]
+        self.fronts = [ServerFront(host, self._at, self._send, random) for _ in range(num_replicas)]
+        self._client = None if client is None else LoadClient(client, self._at, self._take)
         self.replicas = [
             Replica(settings, layout, cost, host, partial(self._emit, index)) for index in range(num_replicas)
         ]
@@ -100,14 +107,22 @@ class Fleet:
     def _arrive(self, request: SimulatedRequest, now: float) -> None:
         record = RequestRecord(request, max(now, request.arrival))
         number = len(self.records)
-        name, prompt = str(number), _prompt(request, number)
         self.records.append(record)
-        self._by_id[name] = record
+        self._by_id[str(number)] = record
+        if self._client is None:
+            self._route(number, False, now)
+        else:
+            self._client.begin(now, record.begin, partial(self._route, number))
+
+    def _route(self, number: int, connects: bool, now: float) -> None:
+        """It comes to the fleet."""
+        name, request = str(number), self.records[number].request
+        prompt = _prompt(request, number)
         index = self.router.assign(name, prompt)
         submitted = EngineRequest(
             request_id=name, prompt_token_ids=prompt, params=_PARAMS, seed=0, max_tokens=request.output_tokens
         )
-        self._at(self.fronts[index].accept(now), partial(self._submit, index, submitted))
+        self.fronts[index].accept(now, partial(self._submit, index, submitted), connects=connects)
 
     def _submit(self, index: int, request: EngineRequest, now: float) -> None:
         replica = self.replicas[index]
@@ -128,20 +143,24 @@ class Fleet:
         self._at(time, partial(self._deliver, index, outputs))
 
     def _deliver(self, index: int, outputs: list[EngineOutput], now: float) -> None:
-        front = self.fronts[index]
-        is_idle = front.wake_at == NEVER
-        front.deliver(now, outputs)
-        if is_idle:
-            self._at(front.wake_at, partial(self._send_waiting, index))
-
-    def _send_waiting(self, index: int, now: float) -> None:
-        self.fronts[index].wake(now)
+        self.fronts[index].deliver(now, outputs)
 
     def _send(self, request_id: str, time: float, num_tokens: int, is_last: bool) -> None:
+        if is_last:
+            self.router.finish(request_id)
+        if self._client is None:
+            self._take(request_id, time, num_tokens, is_last)
+        else:
+            self._at(time, partial(self._receive, self._client, request_id, num_tokens, is_last))
+
+    def _receive(self, client: LoadClient, request_id: str, num_tokens: int, is_last: bool, now: float) -> None:
+        client.receive(now, request_id, num_tokens, is_last)
+
+    def _take(self, request_id: str, time: float, num_tokens: int, is_last: bool) -> None:
+        """A client has a chunk."""
         self._by_id[request_id].take(time, num_tokens)
         if is_last:
             del self._by_id[request_id]
-            self.router.finish(request_id)
             if self._waiting:
                 self._at(time, partial(self._arrive, self._waiting.pop()))
 

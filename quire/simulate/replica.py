@@ -1,8 +1,9 @@
 """One replica under a virtual clock: the real scheduler, driven in the order and at the times of the engine's loop.
 
-A step is planned a little before the device wants it, while the one before it runs; what came of that one is committed
-when it ends (engine/loop.py). With pipeline stages, as many plans are out as there are stages, and a request is in one
-of them at a time. How long a step takes is cost.py's. Must not know: routers, servers, how latencies are counted.
+A step is planned a little before the device wants it, as far as the loop knows from earlier steps (its own Lead and
+StepTimes), while the one before it runs. What came of that one is committed when it ends, or once the loop's thread has
+launched a step without a graph. With pipeline stages, as many plans are out as there are stages, and a request is in
+one of them at a time. How long a step takes is cost.py's. Must not know: routers, servers, how latencies are counted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from quire.config.graphs import LARGEST
+from quire.engine.loop import Lead, StepTimes
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import OverloadedError
@@ -21,6 +24,7 @@ from quire.simulate.cost import CachedPrefix, CostModel, load_of
 from quire.simulate.devices import HostModel
 
 NEVER = float("inf")
+LARGEST_MIXED = 2048  # tokens of the largest graph of a step with prompts (worker/mixed_graphs.py)
 _TOKEN = [7]
 
 Emit = Callable[[float, list[EngineOutput]], None]  # when they leave the engine, and what
@@ -44,7 +48,10 @@ class Replica:
         self._inbox: list[EngineRequest] = []
         self._flying: deque[FlyingStep] = deque()
         self._stage_free = [0.0] * cost.topology.pipeline_size
-        self._next_plan = 0.0
+        self._num_layers = cost.topology.stage_layers(cost.shape)
+        self._host_free = 0.0  # when the loop's thread has nothing to do
+        self._is_waiting = True  # nothing could be planned: for a request, or for a step to end
+        self._step_times, self._leads = StepTimes(), (Lead(), Lead())  # the latter of decodes, and of prompts
         self._block_size = layout.groups[0].block_size if len(layout.groups) == 1 else 0
         self._prefixes: dict[str, CachedPrefix] = {}  # of requests that share one whose keys fit the device's cache
         self._began = 0.0  # when the device began the oldest step under way
@@ -52,22 +59,31 @@ class Replica:
     def submit(self, now: float, request: EngineRequest) -> None:
         self._inbox.append(request)
         if not self._flying:
-            self.wake_at = min(self.wake_at, max(now, self._next_plan if self._next_plan < NEVER else now))
+            self._is_waiting = False
+        self.wake_at = min(self.wake_at, max(now, self._plan_at()))
 
     def wake(self, now: float) -> None:
         """Commit what has ended, plan if it is time to; `wake_at` says when to come again."""
         while self._flying and self._flying[0].end <= now:
             self._commit(self._flying.popleft())
         self.time = now
-        may_plan = len(self._flying) < self.scheduler.settings.depth
-        if may_plan and (now >= self._next_plan or (self._inbox and not self._flying)):
+        if now >= self._plan_at():
             self._plan(now)
-            may_plan = len(self._flying) < self.scheduler.settings.depth
-        self.wake_at = self._flying[0].end if self._flying else NEVER
-        if may_plan:
-            self.wake_at = min(self.wake_at, self._next_plan)
+        self.wake_at = min(self._flying[0].end if self._flying else NEVER, max(now, self._plan_at()))
+
+    def _plan_at(self) -> float:
+        """When the loop plans: shortly before the device wants a step, as far as it knows (EngineLoop._linger)."""
+        flying = self._flying
+        if self._is_waiting or len(flying) >= self.scheduler.settings.depth:
+            return NEVER
+        if not flying or self.scheduler.limits_overlap:
+            return self._host_free
+        lead = self._leads[bool(self._inbox) or self.scheduler.num_waiting > 0]
+        expected = self._step_times.expect(flying[0].plan.total_tokens)
+        return max(self._host_free, self._began + expected - lead.seconds())
 
     def _plan(self, now: float) -> None:
+        num_new = len(self._inbox)
         for request in self._inbox:
             try:
                 self.scheduler.add(request)
@@ -81,28 +97,34 @@ class Replica:
         if not plan.grants:
             if not self._flying and self.scheduler.has_unfinished():
                 raise RuntimeError(f"nothing can be planned for {self.scheduler.num_waiting} requests that wait")
-            self._next_plan = NEVER
+            self._is_waiting = True
             return
         host = self.host
-        planning = host.plan_seconds + host.plan_row_seconds * len(plan.grants)
+        planning = host.plan_seconds + host.plan_row_seconds * len(plan.grants) + host.add_seconds * num_new
         if not self._flying and now - self._stage_free[-1] > host.least_rest:
             planning += host.idle_seconds
         self._launch(plan, now + planning)
-        lead = host.least_lead + host.lead_factor * planning
-        self._next_plan = max(now + planning, self._stage_free[0] - lead)
+        self._leads[plan.total_tokens > len(plan.grants)].learn(self._host_free - now)
 
     def _launch(self, plan: StepPlan, ready: float) -> None:
         """Through every stage, each after the step before it there."""
         self._note_prefixes(plan)
-        seconds = self.cost.stage_seconds(load_of(plan, self.cost.windows, self._prefixes))
+        load = load_of(plan, self.cost.windows, self._prefixes)
+        seconds, launching = self.cost.stage_seconds(load), self._launching_seconds(plan)
+        self._host_free = ready + launching
         if not self._flying:
             self._began = ready
         for stage, free in enumerate(self._stage_free):
-            ready = max(ready, free) + seconds
+            ready = max(max(ready, free) + seconds, ready + launching)
             self._stage_free[stage] = ready
         self.busy_seconds += seconds
         self.num_steps += 1
         self._flying.append(FlyingStep(plan, ready))
+
+    def _launching_seconds(self, plan: StepPlan) -> float:
+        """Of kernels one by one, in a step that has no graph."""
+        largest = LARGEST_MIXED if plan.total_tokens > len(plan.grants) else LARGEST
+        return self.host.eager_layer_seconds * self._num_layers if plan.total_tokens > largest else 0.0
 
     def _note_prefixes(self, plan: StepPlan) -> None:
         for name in plan.left:
@@ -117,11 +139,14 @@ class Replica:
 
     def _commit(self, step: FlyingStep) -> None:
         plan, self.time = step.plan, step.end
-        self.scheduler.pace.learn(plan.total_tokens, step.end - self._began)
+        seconds = step.end - self._began
+        self.scheduler.pace.learn(plan.total_tokens, seconds)
+        self._step_times.learn(plan.total_tokens, seconds)
         self._began = step.end
         sampled = [_TOKEN if grant.samples else [] for grant in plan.grants]
         outputs = self.scheduler.commit(plan, StepResult(step=plan.step, sampled=sampled))
-        over = step.end + self.host.commit_seconds + self.host.commit_row_seconds * len(plan.grants)
-        self._next_plan = over if self._next_plan == NEVER else max(self._next_plan, over)
+        over = max(step.end, self._host_free) + self.host.commit_seconds
+        self._host_free = over + self.host.commit_row_seconds * len(plan.grants)
+        self._is_waiting = False
         if outputs:
-            self._emit(over, outputs)
+            self._emit(self._host_free, outputs)

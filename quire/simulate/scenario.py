@@ -16,7 +16,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import InputError
 from quire.schema.kv import KVLayout
 from quire.simulate.cost import CostModel
-from quire.simulate.devices import DeviceModel, HostModel
+from quire.simulate.devices import ClientModel, DeviceModel, HostModel
 from quire.simulate.figures import LatencyGoals, ServingFigures, figures_of
 from quire.simulate.fleet import Fleet, RequestRecord
 from quire.simulate.shape import ModelShape
@@ -34,6 +34,7 @@ class Scenario:
     device: DeviceModel
     topology: Topology = field(default_factory=Topology)
     host: HostModel = field(default_factory=HostModel)
+    client: ClientModel | None = None  # a load generator that is part of what is measured
     router: str = "round-robin"
     workload: Workload = field(default_factory=Workload)
     trace: Sequence[SimulatedRequest] = ()  # instead of the workload's
@@ -98,7 +99,8 @@ def build_fleet(scenario: Scenario) -> tuple[Fleet, KVLayout]:
     number = scenario.share.simulated
     router = ROUTERS[scenario.router](number)
     cost = CostModel(scenario.shape, scenario.device, topology)
-    return Fleet(router, number, settings, layout, cost, scenario.host, scenario.workload.seed), layout
+    fleet = Fleet(router, number, settings, layout, cost, scenario.host, scenario.workload.seed, scenario.client)
+    return fleet, layout
 
 
 def draw(scenario: Scenario, share: FleetShare) -> list[SimulatedRequest]:

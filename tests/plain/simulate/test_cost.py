@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.gpu.models import MODELS
 from quire.schema.errors import InputError
 from quire.schema.step import Grant, StepPlan
 from quire.simulate.cost import CachedPrefix, CostModel, StepLoad, load_of
 from quire.simulate.devices import DEVICES, H200, find_device
+from quire.simulate.shape import read_shape
 from quire.simulate.topology import Topology
 from tests.plain.simulate.small import shape
 
@@ -110,3 +112,17 @@ def test_devices_are_known_by_name_and_only_one_was_measured() -> None:
     assert [device.name for device in DEVICES.values() if device.is_measured] == ["H200"]
     with pytest.raises(InputError, match="'TPU' is unknown; choose one of H200, "):
         find_device("TPU")
+
+
+# Milliseconds of a captured step of Qwen3-8B by its tokens, without attention, on an H200 (docs/log.md, 2026-11-16).
+CAPTURED = {
+    128: 4.98, 256: 7.01, 384: 9.88, 448: 11.58, 512: 11.22, 544: 13.58, 576: 14.65, 640: 13.88, 704: 17.26,
+    768: 18.19, 1024: 23.71, 2048: 44.95,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", CAPTURED)
+def test_steps_of_every_size_take_as_long_as_measured(tokens: int) -> None:
+    cost = CostModel(read_shape(MODELS["qwen3-8b"], "8B"), H200, ONE)
+    load = StepLoad(tokens, 0, {0: 0}, 0, {0: 0}, {0: 0})
+    assert cost.stage_seconds(load) * 1e3 == pytest.approx(CAPTURED[tokens], rel=0.10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -65,11 +64,9 @@ def watch(scheduler: Scheduler) -> list[list[tuple[str, int, int]]]:
     return plans
 
 
-def run(replica: Replica, see: Callable[[float], Any] = lambda now: None) -> None:
-    while replica.wake_at < NEVER:
-        now = replica.wake_at
-        replica.wake(now)
-        see(now)
+def run(replica: Replica, until: float = NEVER) -> None:
+    while replica.wake_at < until:
+        replica.wake(replica.wake_at)
 
 
 def build(question: Scenario) -> Replica:
@@ -142,7 +139,14 @@ def test_one_request_takes_its_prompt_and_then_a_decode_for_each_token() -> None
     gaps = [after - before for before, after in itertools.pairwise(times)]
     steps = [cost.stage_seconds(load_of(one, (0,))) for one in decode_plans(100, 4)]
     assert gaps == pytest.approx(steps, rel=1e-6)
-    assert times[0] > first + commit
+    prompt = cost.stage_seconds(load_of(prompt_plan(100), (0,)))
+    assert times[0] == pytest.approx(first + host.add_seconds + prompt + commit, rel=1e-6)
+
+
+def prompt_plan(tokens: int) -> StepPlan:
+    scheduler = build(scenario()).scheduler
+    scheduler.add(request(1, tokens, 1))
+    return scheduler.plan()
 
 
 def decode_plans(prompt: int, number: int) -> list[StepPlan]:
@@ -185,4 +189,62 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
     replica._emit = lambda time, outputs: times.append(time)
     replica.submit(0.0, request(1, 50, 6))
     run(replica)
-    assert min(after - before for before, after in itertools.pairwise(times)) > 0.019
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert min(gaps[:-1]) > 0.019  # nothing is planned beside the last step
+
+
+def first_token(replica: Replica, name: str) -> list[float]:
+    """When this request's tokens leave, once the replica has run."""
+    times: list[float] = []
+
+    def emit(time: float, outputs: list[Any]) -> None:
+        times.extend(time for output in outputs if output.request_id == name)
+
+    replica._emit = emit
+    return times
+
+
+def test_a_step_without_a_graph_takes_as_long_as_its_launches() -> None:
+    ends, computed = {}, {}
+    for tokens in (2048, 2049):
+        for each in (0.0, 5e-3):
+            question = scenario(settings={"max_model_len": 4096, "max_num_batched_tokens": 4096})
+            replica = build(replace(question, memory_utilization=0.2, host=HostModel(eager_layer_seconds=each)))
+            times = first_token(replica, "1")
+            replica.submit(0.0, request(1, tokens, 1))
+            run(replica)
+            ends[tokens, each], computed[tokens, each] = times[0], replica._stage_free[0]
+    assert computed[2049, 5e-3] > 28 * 5e-3 > computed[2049, 0.0]  # the last kernel comes when it is launched
+    assert ends[2048, 5e-3] == ends[2048, 0.0]
+    assert ends[2049, 5e-3] > 28 * 5e-3 > ends[2049, 0.0]
+
+
+def test_tokens_wait_for_the_thread_that_launches_the_next_step() -> None:
+    """The loop launches a step before it looks at what came of the one before (EngineLoop.step)."""
+    question = scenario(settings={"max_model_len": 4096, "max_num_batched_tokens": 4096, "latency_goal": 0.0})
+    gaps = {}
+    for each in (0.0, 5e-3):
+        replica = build(replace(question, memory_utilization=0.2, host=HostModel(eager_layer_seconds=each)))
+        times = first_token(replica, "1")
+        replica.submit(0.0, request(1, 100, 20))
+        run(replica, until=5e-3)
+        replica.submit(5e-3, request(2, 3000, 1))
+        run(replica)
+        gaps[each] = max(after - before for before, after in itertools.pairwise(times))
+    assert gaps[5e-3] > 28 * 5e-3 > 5 * gaps[0.0]
+
+
+def test_a_request_joins_the_next_step_once_the_loop_knows_how_long_steps_take() -> None:
+    """As EngineLoop._linger: a step of a size that never ran is followed by one that is planned at once."""
+    waits = []
+    for number in (2, 9):  # steps of 20 ms: the first decode, whose size is new, and a later one
+        question = scenario(settings={"latency_goal": 0.0})
+        replica = build(replace(question, device=replace(question.device, step_seconds=20e-3)))
+        times = first_token(replica, "2")
+        replica.submit(0.0, request(1, 100, 40))
+        run(replica, until=(number - 1) * 22e-3 + 10e-3)
+        arrival = replica._began + 10e-3
+        replica.submit(arrival, request(2, 100, 1))
+        run(replica)
+        waits.append(times[0] - arrival)
+    assert waits == pytest.approx([10e-3 + 2 * 21e-3, 10e-3 + 21e-3], rel=0.06)

@@ -97,7 +97,7 @@ def test_so_many_at_once_stay_at_once() -> None:
 
 def test_the_smallest_fleet_keeps_the_goals_and_one_less_does_not() -> None:
     goals = LatencyGoals(ttft=0.05, itl=0.004, attainment=0.95)
-    question = scenario(goals=goals, load={"rate": 1500.0}, num_requests=80)
+    question = scenario(goals=goals, load={"rate": 3000.0}, num_requests=80)
     best = find_smallest(question, (1, 2))
     assert [r.scenario.topology.num_devices for r in best] == sorted(r.scenario.topology.num_devices for r in best)
     one = next(r for r in best if r.scenario.topology.tensor_size == 1)
