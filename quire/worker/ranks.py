@@ -2,8 +2,9 @@
 
 In: which rank of how many, in how many pipeline stages, and the URL at which they meet. Out: a ShardGroup whose sums go
 through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes and
-between ranks that share a GPU, which NCCL refuses. World size 1 joins nothing, unless it is asked to. Must not know:
-models, or how processes were started.
+between ranks that share a GPU, which NCCL refuses. Ranks on CPUs that meet in a file, so are processes of one machine
+that its engine has started, sum through memory that they share (shared_sum.py). World size 1 joins nothing, unless it is
+asked to. Must not know: models, or how processes were started.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     through_peers = _peer_sum(rank, size, device, stages=stages, is_here=meeting.startswith("file:"))
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        group = ShardGroup(rank, size, through_peers or _sum_over(None), captures=backend == "nccl")
+        reduce = through_peers or _sums_of(None, rank, size, meeting, device)
+        group = ShardGroup(rank, size, reduce, captures=backend == "nccl")
         return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
-    reduce: Callable[[Tensor], Tensor] = as_it_is
+    reduce = as_it_is
     broadcast = None
     if share > 1:  # every rank makes the groups of all stages
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
-        reduce, broadcast = _sum_over(groups[stage]), _broadcast_over(groups[stage], stage * share)
+        reduce = _sums_of(groups[stage], own, share, meeting, device)
+        broadcast = _broadcast_over(groups[stage], stage * share)
     link = _link(rank - share, rank + share, backend, device)
     return Joined(ShardGroup(own, share, reduce, stage, stages), link, broadcast=broadcast)
 
@@ -125,7 +128,8 @@ def join_engines(
     _say_no_peer_sums(world, "it is not built for engines that have experts together")
     if share > 1:  # every rank makes the groups of all
         firsts = range(0, size * engines, share)
-        reduce = _sum_over([distributed.new_group(range(f, f + share), timeout=limit) for f in firsts][world // share])
+        own_group = [distributed.new_group(range(f, f + share), timeout=limit) for f in firsts][world // share]
+        reduce = _sums_of(own_group, world % share, share, meeting, device)
     peers = [range(r, size * engines, size) for r in range(size)]
     across = [distributed.new_group(ranks, timeout=limit) for ranks in peers]
     talks = across if backend == "gloo" else [distributed.new_group(r, timeout=limit, backend="gloo") for r in peers]
@@ -223,6 +227,16 @@ def leave() -> None:
     """Connections are closed; the peers may be gone already."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _sums_of(group: Any, rank: int, ranks: int, meeting: str, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Of the ranks of a group, which all come here at the same time."""
+    over_group = _sum_over(group)
+    if device.type != "cpu" or urlsplit(meeting).scheme != "file":
+        return over_group
+    from quire.worker.shared_sum import share_sums  # lazy
+
+    return share_sums(rank, ranks, group, over_group) or over_group
 
 
 def _sum_over(group: Any) -> Callable[[Tensor], Tensor]:
