@@ -8,7 +8,6 @@ in /proc, which the system lets only the same user do. Must not know: models.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -29,6 +28,7 @@ _log = logger(__name__)
 ROOM_BYTES = 256 << 10  # of a tensor that is summed at once; fits a core's cache beside the parts of some other ranks
 MOST_RANKS = 64
 SPIN_US = 50  # about what a rank needs to fall asleep and be woken
+_THROUGH_GLOO = "Sums of ranks go through gloo: %s"
 
 
 class _UnsharedError(Exception):
@@ -37,55 +37,54 @@ class _UnsharedError(Exception):
 
 def share_sums(rank: int, ranks: int, group: Any, otherwise: Callable[[Tensor], Tensor]) -> NativeSum | None:
     """Called by all ranks of the group at the same time. `otherwise`: the sum over the group, for other dtypes."""
-    if not env.SHARED_SUMS.get():
-        _say(rank, "QUIRE_SHARED_SUMS is 0")
+    library, why, memory = kernels(), _why_off(ranks), None
+    if why or library is None:  # on all ranks: they have the same files and variables
+        if rank == 0:
+            _log.info(_THROUGH_GLOO, why)
         return None
-    size, why, descriptor, memory = memory_bytes(ranks, ROOM_BYTES), "", -1, None
+    size, descriptor = memory_bytes(ranks, ROOM_BYTES), -1
     try:
-        _check(ranks)
         descriptor = _make(size) if rank == 0 else -1
     except _UnsharedError as wrong:
         why = str(wrong)
-    told = torch.zeros(4, dtype=torch.int64)
-    if descriptor >= 0:
-        about = os.fstat(descriptor)
-        told = torch.tensor([os.getpid(), descriptor, about.st_dev, about.st_ino])
+    told = torch.tensor(_about(descriptor), dtype=torch.int64)
     distributed.all_reduce(told, group=group)
     try:
-        if not why:
+        if told[0]:
             memory = _map(descriptor, size) if rank == 0 else _open(told.tolist(), size)
     except _UnsharedError as wrong:
         why = str(wrong)
-    crowded = processors_of_ranks(ranks) < ranks
-    votes = torch.tensor([memory is None, crowded], dtype=torch.int64)
+    votes = torch.tensor([memory is None, processors_of_ranks(ranks) < ranks], dtype=torch.int64)
     distributed.all_reduce(votes, group=group)
     if descriptor >= 0:
-        os.close(descriptor)
-    unable, crowds = votes.tolist()
-    library = kernels()
-    if unable or memory is None or library is None:
-        _say(rank, why or "another rank cannot use the memory, and says why")
+        os.close(descriptor)  # all that could have opened it
+    num_unable, num_crowded = votes.tolist()
+    if memory is None or num_unable:
+        if why or rank == 0:
+            _log.info(_THROUGH_GLOO, why or f"{num_unable} other ranks cannot map shared memory, and say why")
         return None
     if rank == 0:
         _log.info("Sums of %d ranks go through shared memory (%d KiB)", ranks, size >> 10)
-    spin = 0 if crowds else SPIN_US
-    return NativeSum(
-        library, memory, rank, ranks, otherwise, spin_us=spin, patience_s=float(env.ENGINE_START_TIMEOUT_S.get())
-    )
+    spin_us, patience_s = 0 if num_crowded else SPIN_US, float(env.ENGINE_START_TIMEOUT_S.get())
+    return NativeSum(library, memory, rank, ranks, otherwise, spin_us=spin_us, patience_s=patience_s)
 
 
-def _say(rank: int, why: str) -> None:
-    if rank == 0 or not why.startswith("QUIRE_"):
-        _log.info("Sums of ranks go through gloo: %s", why)
-
-
-def _check(ranks: int) -> None:
+def _why_off(ranks: int) -> str:
+    if not env.SHARED_SUMS.get():
+        return "QUIRE_SHARED_SUMS is 0"
     if sys.platform != "linux":
-        raise _UnsharedError(f"shared memory is used on Linux only, not on {sys.platform}")
+        return f"ranks share memory on Linux only, not on {sys.platform}"
     if kernels() is None:
-        raise _UnsharedError(f"no compiled CPU kernels, which read the shared memory: {why_not()}")
-    if ranks > MOST_RANKS:
-        raise _UnsharedError(f"{ranks} ranks share no memory, at most {MOST_RANKS} do")
+        return f"no compiled CPU kernels, which sum in shared memory: {why_not()}"
+    return f"{ranks} ranks share no memory, at most {MOST_RANKS} do" if ranks > MOST_RANKS else ""
+
+
+def _about(descriptor: int) -> list[int]:
+    """Where others find it; zeros: there is none."""
+    if descriptor < 0:
+        return [0, 0, 0, 0]
+    file = os.fstat(descriptor)
+    return [os.getpid(), descriptor, file.st_dev, file.st_ino]
 
 
 def _make(size: int) -> int:
@@ -106,8 +105,6 @@ def _make(size: int) -> int:
 def _open(told: list[int], size: int) -> Tensor:
     """What rank 0 has made: its process, its descriptor there, and which file that is."""
     pid, number, *file = told
-    if pid == 0:
-        raise _UnsharedError("rank 0 could not make shared memory, and says why")
     path = f"/proc/{pid}/fd/{number}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
