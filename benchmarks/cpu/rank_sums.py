@@ -35,7 +35,9 @@ def rank(place: int, ranks: int, folder: str, rounds: int, dtype: str) -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for size in SIZES:
-            x = torch.zeros(max(1, size // torch.empty((), dtype=getattr(torch, dtype)).element_size()), dtype=getattr(torch, dtype))
+            x = torch.zeros(
+                max(1, size // torch.empty((), dtype=getattr(torch, dtype)).element_size()), dtype=getattr(torch, dtype)
+            )
             for name, reduce in ways.items():
                 reduce(x)
                 count = torch.tensor([0.0])

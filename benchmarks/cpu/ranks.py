@@ -6,7 +6,7 @@
 
 A model of the shape of Llama 3.2 1B, random weights (load_format=dummy; --layers for fewer). Each number of ranks is an
 engine of its own, one after another. Prints for each: tokens a second of one stream and of a batch, prompt tokens a
-second, and these over those of the first; and how much processor time all of its processes took for a token or a prompt.
+second, and these over those of the first; and the processor time of a token, of all of its processes together.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 In: which rank of how many, in how many pipeline stages, and the URL at which they meet. Out: a ShardGroup whose sums go
 through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes and
-between ranks that share a GPU, which NCCL refuses. Ranks on CPUs that meet in a file, so are processes of one machine
-that its engine has started, sum through memory that they share (shared_sum.py). World size 1 joins nothing, unless it is
-asked to. Must not know: models, or how processes were started.
+between ranks that share a GPU, which NCCL refuses. Ranks on CPUs that meet in a file are processes of one machine that
+its engine has started: they sum through memory that they share (shared_sum.py). World size 1 joins nothing, unless it
+is asked to. Must not know: models, or how processes were started.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _peer_sum(
     if not env.PEER_SUMS.get():
         return None
     reasons = {
-        f"ranks on {device.type} sum over gloo": device.type != "cuda",
+        f"it is for GPUs, not for ranks on {device.type}": device.type != "cuda",
         "ranks that share a GPU (QUIRE_SHARE_GPUS) sum over gloo": _backend(device) != "nccl",
         "it is not built for pipeline stages": stages > 1,
         "not all ranks are processes of one machine that the engine has started": not is_here,
@@ -162,7 +162,7 @@ def _join_launched(rank: int, size: int, backend: str, device: torch.device, sta
     stage, at = divmod(rank, share)
     _log.info("Rank %d of %d in pipeline stage %d of %d, launched from outside (%s)", at, share, stage, stages, backend)
     _say_no_peer_sums(world, "it is not built for ranks that a launcher has started")
-    reduce = _sum_over(within) if share > 1 else as_it_is
+    reduce = _sums_of(within, at, share, LAUNCHED, device) if share > 1 else as_it_is
     group = ShardGroup(at, share, reduce, stage, stages, captures=backend == "nccl")
     link = None if stages == 1 else _link(world - share, world + share, backend, device, own)
     first = world - rank
@@ -232,7 +232,11 @@ def leave() -> None:
 def _sums_of(group: Any, rank: int, ranks: int, meeting: str, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Of the ranks of a group, which all come here at the same time."""
     over_group = _sum_over(group)
-    if device.type != "cpu" or urlsplit(meeting).scheme != "file":
+    if device.type != "cpu":
+        return over_group
+    if urlsplit(meeting).scheme != "file":
+        if rank == 0:
+            _log.info("Sums of ranks go through gloo: not all are processes of one machine that the engine has started")
         return over_group
     from quire.worker.shared_sum import share_sums  # lazy
 

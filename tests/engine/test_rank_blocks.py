@@ -1,4 +1,4 @@
-"""Compiled blocks that sum over ranks inside of their call, against the same layers one by one, which sum between calls."""
+"""Compiled blocks that sum over ranks inside of their call, against layers one by one, which sum between calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ def logits_of(folder: Path, group: ShardGroup, options: dict[str, Any], *, by_la
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "bfloat16", "quantization": "int8_wo"}],
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16", "quantization": "int8_wo"},
+    ],
     ids=["float32", "bfloat16", "float16", "int8"],
 )
 @pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen2ForCausalLM"])  # without and with biases
@@ -63,7 +68,9 @@ def test_sums_of_another_kind_leave_blocks_to_their_layers(tmp_path: Path) -> No
     called: list[bool] = []
 
     def run(group: ShardGroup) -> None:
-        args = EngineArgs(model=str(tmp_path), dtype="float32", max_model_len=64, skip_tokenizer_init=True, device="cpu")
+        args = EngineArgs(
+            model=str(tmp_path), dtype="float32", max_model_len=64, skip_tokenizer_init=True, device="cpu"
+        )
         with LOADING:
             model: Any = load_model(args.create_engine_config(), "cpu", group)
         Paged(model, PROMPTS, block_size=4).step([(0, 6)])

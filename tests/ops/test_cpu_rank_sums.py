@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,12 @@ def refused(x: Tensor) -> Tensor:
 
 
 def make_ranks(
-    ranks: int, room: int, *, spin_us: int = 20, patience_s: float = 60.0, otherwise: Callable[[Tensor], Tensor] = refused
+    ranks: int,
+    room: int,
+    *,
+    spin_us: int = 20,
+    patience_s: float = 60.0,
+    otherwise: Callable[[Tensor], Tensor] = refused,
 ) -> list[NativeSum]:
     library = kernels()
     assert library is not None
@@ -39,10 +45,10 @@ def make_ranks(
     ]
 
 
-def at_once(works: list[Callable[[], None]]) -> None:
+def at_once(works: Sequence[Callable[[], object]]) -> None:
     errors: list[BaseException] = []
 
-    def run(work: Callable[[], None]) -> None:
+    def run(work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException as failed:  # noqa: BLE001  # raised by the test's own thread
@@ -88,7 +94,7 @@ def threads_of_kernels(count: int) -> Iterator[None]:
         library.qc_set_threads(before)
 
 
-# half slots of one line, of a size that no number of bytes divides well, and such that ranks add up shares for each other
+# half slots of one line, of an odd size, and such that ranks add up shares for each other
 @pytest.mark.parametrize("room", [64, 4160, 128 << 10])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_rank_has_the_bits_of_sums_in_order(ranks: int, room: int) -> None:
@@ -115,7 +121,7 @@ def test_every_rank_has_the_bits_of_sums_in_order(ranks: int, room: int) -> None
             assert sums[rank](own) is own
 
     with threads_of_kernels(2):
-        at_once([lambda rank=rank: work(rank) for rank in range(ranks)])
+        at_once([partial(work, rank) for rank in range(ranks)])
     for turn, offset, count, parts, held in cases:
         expected = sum_in_order(parts)
         for rank, own in enumerate(held):
@@ -129,7 +135,7 @@ def test_what_is_no_number_arrives() -> None:
     first = [torch.tensor([float("inf"), float("nan"), -0.0, 3e38, 1.0]) for _ in range(2)]
     first[1][0], first[1][4] = -float("inf"), float("nan")
     expected = first[0] + first[1]
-    at_once([lambda rank=rank: sums[rank](first[rank]) for rank in range(2)])  # type: ignore[misc]
+    at_once([partial(sums[rank], first[rank]) for rank in range(2)])
     for own in first:
         assert torch.equal(own.isnan(), expected.isnan()) and own[3] == float("inf") and str(own[2].item()) == "-0.0"
 
@@ -146,7 +152,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
             sums = make_ranks(3, 4096)
             for dtype in DTYPES:
                 own = [part.clone() for part in parts[dtype]]
-                at_once([lambda rank=rank, own=own: sums[rank](own[rank]) for rank in range(3)])  # type: ignore[misc]
+                at_once([partial(sums[rank], own[rank]) for rank in range(3)])
                 assert all(same_bits(one, sum_in_order(parts[dtype])) for one in own), (isa, dtype)
     finally:
         library.qc_use_isa(before)

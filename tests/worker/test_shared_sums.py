@@ -55,7 +55,7 @@ def written(folder: Path, rank: int, kind: str) -> Any:
 @pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(("count", "stages"), [(3, 1), (4, 2)])
 def test_processes_sum_by_seed(count: int, stages: int, tmp_path: Path) -> None:
-    """Sizes, dtypes and delays are drawn; every rank knows what the others have. With stages, each has its own memory."""
+    """Sizes, dtypes and delays are drawn; every rank knows what the others have. Each stage has memory of its own."""
     children = start(tmp_path, count, stages=stages)
     try:
         for rank in range(count):
@@ -68,7 +68,7 @@ def test_processes_sum_by_seed(count: int, stages: int, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("warm_children")
 def test_a_killed_rank_leaves_nothing_and_the_other_asleep(tmp_path: Path) -> None:
-    """Whoever started both hears of the death (tests/engine/test_ranks_engine.py); until then the other does no work."""
+    """Whoever started both hears of the death (tests/engine/test_ranks_engine.py); until then the other sleeps."""
     children = start(tmp_path, 2, turns=5, stays=True)
     try:
         assert [written(tmp_path, rank, "done") for rank in (0, 1)] == [[], []]
@@ -182,9 +182,7 @@ def test_another_file_is_not_mapped(tmp_path: Path) -> None:
         ("QUIRE_SHARED_SUMS", "0", "QUIRE_SHARED_SUMS is 0"),
     ],
 )
-def test_what_is_off(
-    variable: str, value: str, why: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-) -> None:
+def test_what_is_off(variable: str, value: str, why: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
     monkeypatch.setenv(variable, value)
     env.forget_all()
     assert shared(monkeypatch) == [None] * 3
@@ -212,7 +210,9 @@ def test_ranks_of_several_machines_or_of_a_launcher_sum_over_their_group(
 @pytest.mark.parametrize(
     ("bound", "expected"), [("auto", [3, 3]), ("0-2", [3, 3]), ("0|1|2|3", [6, 12])], ids=["all", "one", "own"]
 )
-def test_how_many_processors_ranks_have(bound: str, expected: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_how_many_processors_ranks_have(
+    bound: str, expected: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A rank sees those that it is bound to."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     monkeypatch.setenv("QUIRE_CPU_OMP_THREADS_BIND", bound)
