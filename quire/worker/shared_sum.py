@@ -47,11 +47,11 @@ def share_sums(rank: int, ranks: int, group: Any, otherwise: Callable[[Tensor], 
         descriptor = _make(size) if rank == 0 else -1
     except _UnsharedError as wrong:
         why = str(wrong)
-    told = torch.tensor(_about(descriptor), dtype=torch.int64)
-    distributed.all_reduce(told, group=group)
+    place = torch.tensor(_place_of(descriptor), dtype=torch.int64)
+    distributed.all_reduce(place, group=group)
     try:
-        if told[0]:
-            memory = _map(descriptor, size) if rank == 0 else _open(told.tolist(), size)
+        if place[0]:
+            memory = _map(descriptor, size) if rank == 0 else _open(place.tolist(), size)
     except _UnsharedError as wrong:
         why = str(wrong)
     votes = torch.tensor([memory is None, processors_of_ranks(ranks) < ranks], dtype=torch.int64)
@@ -79,7 +79,7 @@ def _why_off(ranks: int) -> str:
     return f"{ranks} ranks share no memory, at most {MOST_RANKS} do" if ranks > MOST_RANKS else ""
 
 
-def _about(descriptor: int) -> list[int]:
+def _place_of(descriptor: int) -> list[int]:
     """Where others find it; zeros: there is none."""
     if descriptor < 0:
         return [0, 0, 0, 0]
@@ -102,17 +102,17 @@ def _make(size: int) -> int:
     return descriptor
 
 
-def _open(told: list[int], size: int) -> Tensor:
+def _open(place: list[int], size: int) -> Tensor:
     """What rank 0 has made: its process, its descriptor there, and which file that is."""
-    pid, number, *file = told
+    pid, number, *file = place
     path = f"/proc/{pid}/fd/{number}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as wrong:
         raise _UnsharedError(f"{path}, the memory of rank 0, cannot be opened ({wrong.strerror})") from None
     try:
-        found = os.fstat(descriptor)
-        if [found.st_dev, found.st_ino] != file or found.st_size != size:
+        status = os.fstat(descriptor)
+        if [status.st_dev, status.st_ino] != file or status.st_size != size:
             raise _UnsharedError(f"{path} is not the memory of rank 0")
         return _map(descriptor, size)
     finally:
