@@ -105,7 +105,7 @@ class BuildKernels(build_ext):
         more = os.environ.get("QUIRE_BUILD_FLAGS", "").split()
         isas = chosen(machine())
         without = [f"-DQC_WITHOUT_{name}" for name in ISAS[machine()] if name not in isas]
-        jobs = [(name, f"{name}.cpp", without) for name in ("pool", "pack", "library")]
+        jobs = [(name, f"{name}.cpp", without) for name in ("pool", "ranks", "pack", "library")]
         jobs += [(isa, "kernels.cpp", [*flags, f"-DQC_ISA={isa}"]) for isa, flags in isas.items()]
         running = []
         for name, source, flags in jobs:

@@ -46,7 +46,7 @@ def _compile(folder: Path) -> None:
     by_machine = ["-mavx2", "-mfma", "-mf16c"] if os.uname().machine == "x86_64" else []
     flags = ["-Og", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"]
     names = ["-DQC_ISA=emulated", "-DQC_EMULATE_AMX", "-DQC_EMULATE_BF16", "-DQC_SECOND_CACHE=4096", f"-I{source}"]
-    files = [str(ROOT / "tests" / "ops" / "tiles.cpp"), str(source / "pool.cpp")]
+    files = [str(ROOT / "tests" / "ops" / "tiles.cpp"), str(source / "pool.cpp"), str(source / "ranks.cpp")]
     out = ["-o", str(folder / "libtiles.so")]
     # Under `make sanitize` the sanitizer comes first into Python, not into the compiler, which it makes slow and large.
     own = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}

@@ -18,6 +18,7 @@ from quire.ops.cpu.block import BlocksCall, NativeCache, NativeStep
 from quire.ops.cpu.low_rank import LowRankWork, NativeSlots, PieceWork
 from quire.ops.cpu.moe_forms import MatrixWork, MoeWork, matrix_work
 from quire.ops.cpu.native import CHECKED, AttentionWork, DrawWork, KernelError, Segment, TextsWork, kernels
+from quire.ops.cpu.rank_sums import NativeSum, memory_bytes
 from quire.ops.few import NormRule
 from quire.ops.lora import AdapterRows, LowRank, LowRankPiece
 from quire.ops.qkv import QkvPrep
@@ -56,11 +57,13 @@ def qc_attend(arrays: dict[str, int] | None = None, **over: Any) -> None:
 def qc_run_blocks(
     heads: int = HEADS, kv: int = KV, turned: int = SIZE, ffn: int = 24, up: int = 48, o: int = HEADS * SIZE,
     act: int = 0, slots: int = BLOCK, which: int = 0, adapter: int = 1, rank: int = 4, stop: int = WIDTH,
-    pieces: int = 1, **arrays: int,
+    pieces: int = 1, ranks: int = 1, **arrays: int,
 ) -> None:  # fmt: skip
     held: list[Tensor] = []
     step = NativeStep()
     step.work = step_work(held, **arrays)
+    reduce = rank_sum(held)
+    reduce.work.ranks = ranks
     shapes = (((HEADS + 2 * KV) * SIZE, WIDTH), (WIDTH, o), (up, WIDTH), (WIDTH, ffn))
     qkv, back, wide, down = (Weights(torch.randn(shape) / 8, None) for shape in shapes)
     norm = NormRule(torch.ones(WIDTH), 1e-5, 0.0, False)
@@ -71,7 +74,7 @@ def qc_run_blocks(
     low.put(1, (LowRankPiece(0, WIDTH, torch.randn(4, WIDTH), torch.randn(WIDTH, 4), 1.0),))
     empty = LowRank(2)
     lows = (empty, empty, low, empty)
-    parts = BlockParts((qkv, back, wide, down), (norm, norm), prep, cache, 0.25, 0.0, None, None, "named", lows)
+    parts = BlockParts((qkv, back, wide, down), (norm, norm), prep, cache, 0.25, 0.0, None, None, "named", lows, reduce)
     call = BlocksCall(library, {"named": act}, [parts], [0], torch.float32, TOKENS)
     call._which[0] = which
     assert isinstance(low.form, NativeSlots)
@@ -81,6 +84,28 @@ def qc_run_blocks(
     turn = StepTurn(step, torch.ones(TOKENS, 1, turned), torch.zeros(TOKENS, 1, turned))
     done = call(torch.randn(TOKENS, WIDTH), None, [turn], rows)
     assert done is not None and done[1].isfinite().all()
+
+
+def rank_sum(held: list[Tensor]) -> NativeSum:
+    """Of one rank."""
+    size = memory_bytes(1, 64)
+    held.append(torch.zeros(size + 128, dtype=torch.uint8))
+    memory = held[-1][-held[-1].data_ptr() % 128 :][:size]
+    return NativeSum(library, memory, 0, 1, lambda x: x, spin_us=0, patience_s=0.01)
+
+
+def qc_sum_ranks(
+    count: int = 40, dtype: int = 0, memory: int | None = 0, missing: str = "", **over: int
+) -> None:  # fmt: skip
+    held: list[Tensor] = []
+    x, work = torch.ones(40), rank_sum(held).work
+    work.memory = None if memory is None else work.memory + memory
+    for name, value in over.items():
+        setattr(work, name, value)
+    library.qc_sum_ranks(
+        None if missing == "ranks" else ctypes.addressof(work), None if missing == "x" else x.data_ptr(), count, dtype
+    )
+    assert (x == 1).all()
 
 
 def qc_run_moe(
@@ -266,7 +291,11 @@ WRONG: dict[Any, list[dict[str, Any]]] = {
     qc_run_blocks: _each(
         turned=(65536, 18), kv=(8, 1), heads=(6,), ffn=(96,), up=(40,), o=(48,), act=(77, -1), slots=(0, 2),
         which=(1, -1, HUGE), adapter=(3, -1, HUGE), rank=(0, -1, LONG), stop=(49, 0, LONG), pieces=(-1, LONG),
-        table=(HUGE, -1, 1), slot=(HUGE, 6), context=(HUGE, 2), end=(HUGE, -1),
+        table=(HUGE, -1, 1), slot=(HUGE, 6), context=(HUGE, 2), end=(HUGE, -1), ranks=(0, -1, 2, HUGE),
+    ),
+    qc_sum_ranks: _each(
+        count=(-1, LONG, -LONG), dtype=(7, -1, 3), memory=(None, 64, 4), missing=("ranks", "x"), rank=(1, -1, HUGE),
+        ranks=(0, -1, 2, 1025, HUGE), bytes=(0, -1, 128, 255, LONG, -LONG), spin_us=(-1,), patience_ms=(-1,),
     ),
     qc_run_moe: _each(
         index=(HUGE, -3, 4), top_k=(0, 5, -1), ffn=(96,), up_rows=(40,), act=(77,), tokens=COUNTS, experts=(0, -1),

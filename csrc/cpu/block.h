@@ -9,6 +9,7 @@
 #include "low_rank.h"
 #include "packed.h"
 #include "rows.h"
+#include "sums.h"
 
 namespace quire {
 namespace QC_ISA {
@@ -32,7 +33,7 @@ void multiply(const qc_matrix& matrix, const qc_low_rank* low, const int32_t* ad
 // MayTile: a test wants to compare. Steps with adapters go without tiles.
 template <int Dtype, bool MayTile = true>
 void run_block(const qc_block& b, const qc_turn& turn, const int32_t* adapters, const void* x, const void* delta, void* stream,
-               void* out) {
+               void* out, const qc_ranks* ranks = nullptr) {
   const qc_attention& step = *turn.step;
   qc_attention w = b.attention;
   w.cos = turn.cos, w.sin = turn.sin, w.turned = turn.turned, w.turn_dtype = turn.dtype;
@@ -40,7 +41,7 @@ void run_block(const qc_block& b, const qc_turn& turn, const int32_t* adapters, 
   w.tokens = step.tokens, w.rows = step.rows, w.table_stride = step.table_stride, w.block_size = step.block_size;
   w.window = step.window, w.chunk = step.chunk;
 #if QC_TILES
-  if (MayTile && !adapters && goes_by_tiles<Dtype>(b)) return run_block_by_tiles<Dtype>(b, w, x, delta, stream, out);
+  if (MayTile && !adapters && goes_by_tiles<Dtype>(b)) return run_block_by_tiles<Dtype>(b, w, x, delta, stream, out, ranks);
 #endif
   typedef typename Numbers<Dtype>::Type T;
   static thread_local std::vector<T> memory;
@@ -54,17 +55,19 @@ void run_block(const qc_block& b, const qc_turn& turn, const int32_t* adapters, 
   w.qkv = wide, w.qkv_stride = b.qkv.rows, w.out = middle;
   attend_over<Dtype>(w);
   multiply<Dtype>(b.o, b.low[1], adapters, middle, back, m);
+  if (ranks) sum_ranks<Dtype>(*ranks, back, m * width);
   rms_norm<Dtype>(delta ? stream : x, width, back, b.norm_weight[1], stream, normed, m, width, b.eps[1], b.offset[1], b.wide[1]);
   multiply<Dtype>(b.up, b.low[2], adapters, normed, wide, m);
   gated_by<Dtype>(b.act, wide, b.up.rows, middle, m, ffn);
   multiply<Dtype>(b.down, b.low[3], adapters, middle, out, m);
+  if (ranks) sum_ranks<Dtype>(*ranks, out, m * width);
 }
 
 template <int Dtype>
 void run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
-                const int32_t* adapters, const void* x, const void* delta, void* stream, void* out) {
+                const int32_t* adapters, const void* x, const void* delta, void* stream, void* out, const qc_ranks* ranks) {
   for (int64_t i = 0; i < count; ++i) {
-    run_block<Dtype>(*blocks[i], turns[which[i]], adapters, x, delta, stream, out);
+    run_block<Dtype>(*blocks[i], turns[which[i]], adapters, x, delta, stream, out, ranks);
     x = stream, delta = out;  // both are read before they are written again
   }
 }

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "opened.h"
 #include "rows.h"
+#include "sums.h"
 
 #if QC_TILES
 namespace quire {
@@ -143,7 +144,8 @@ bool goes_by_tiles(const qc_block& b) {
 }
 
 template <int Dtype>
-void run_block_by_tiles(const qc_block& b, qc_attention& attention, const void* x, const void* delta, void* stream, void* out) {
+void run_block_by_tiles(const qc_block& b, qc_attention& attention, const void* x, const void* delta, void* stream, void* out,
+                        const qc_ranks* ranks) {
   typedef typename Numbers<Dtype>::Type T;
   static thread_local std::vector<T> memory;
   static thread_local std::vector<char> of_rows, of_gate;
@@ -160,9 +162,11 @@ void run_block_by_tiles(const qc_block& b, qc_attention& attention, const void* 
   attend_over<Dtype>(attention);
   heads.put_all<Dtype>(attended, inner, m);
   product_of_tiles<Dtype>(b.o, heads, back, m);
+  if (ranks) sum_ranks<Dtype>(*ranks, back, m * width);
   norm_to_tiles<Dtype>(b, 1, delta ? stream : x, back, stream, m, rows);
   gated_product_by<Dtype>(b.act, b.up, rows, m, gated);
   product_of_tiles<Dtype>(b.down, gated, out, m);
+  if (ranks) sum_ranks<Dtype>(*ranks, out, m * width);
 }
 
 }  // namespace QC_ISA

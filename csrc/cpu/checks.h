@@ -5,6 +5,7 @@
 #include "blocks.h"
 #include "keys.h"
 #include "quire_cpu.h"
+#include "ranks.h"
 
 namespace quire {
 
@@ -13,6 +14,8 @@ template <class F>
 int done(const F& work) {
   try {
     work();
+  } catch (const Refused& refused) {
+    return refused.code;
   } catch (...) {  // no memory, or no thread
     return QC_WRONG_MEMORY;
   }
@@ -221,6 +224,13 @@ inline int check_experts(const qc_moe& w) {
   if (!all_given(w.x, w.weights, w.index, w.out)) return QC_WRONG_POINTER;
   if (!has_room(w.tokens * w.top_k, width + wide + 3 * ffn)) return QC_WRONG_EXPERTS;
   return all_below(w.index, w.tokens * w.top_k, w.experts) ? 0 : QC_WRONG_EXPERTS;
+}
+
+inline int check_ranks(const qc_ranks& group) {
+  if (group.ranks < 1 || group.ranks > QC_MAX_RANKS || group.rank < 0 || group.rank >= group.ranks) return QC_WRONG_RANKS;
+  if (group.spin_us < 0 || group.patience_ms < 0) return QC_WRONG_RANKS;
+  if (!group.memory || reinterpret_cast<uintptr_t>(group.memory) % alignof(RankLine)) return QC_WRONG_POINTER;
+  return group.bytes >= 0 && group.bytes <= QC_MAX_ROOM && RankMemory::room_of(group) >= 64 ? 0 : QC_WRONG_ROOM;
 }
 
 inline int check_draw(const qc_draw& w) {

@@ -14,6 +14,7 @@
 #include "panels.h"
 #include "rows.h"
 #include "sample.h"
+#include "sums.h"
 #include "texts.h"
 
 #define QC_JOIN(a, b) a##b
@@ -65,8 +66,9 @@ void do_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows,
 void do_attend(const qc_attention* work) { QC_BY_DTYPE(work->dtype, attend_over, *work) }
 
 void do_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
-               const int32_t* adapters, const void* x, const void* delta, void* stream, void* out) {
-  QC_BY_DTYPE(blocks[0]->dtype, run_blocks, blocks, which, count, turns, adapters, x, delta, stream, out)
+               const int32_t* adapters, const void* x, const void* delta, void* stream, void* out,
+               const qc_ranks* ranks) {
+  QC_BY_DTYPE(blocks[0]->dtype, run_blocks, blocks, which, count, turns, adapters, x, delta, stream, out, ranks)
 }
 
 void do_low_rank(const qc_low_rank* low, const int32_t* slots, const void* x, int64_t x_stride, void* y, int64_t y_stride,
@@ -86,6 +88,8 @@ void do_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width
   QC_BY_DTYPE(dtype, log_softmax, x, x_stride, rows, width, out)
 }
 
+void do_sum(const qc_ranks* ranks, void* x, int64_t count, int dtype) { QC_BY_DTYPE(dtype, sum_ranks, *ranks, x, count) }
+
 #define QC_TEXT2(x) #x
 #define QC_TEXT(x) QC_TEXT2(x)
 
@@ -96,6 +100,7 @@ extern const Kernels QC_TABLE(QC_ISA);
 const Kernels QC_TABLE(QC_ISA) = {QC_TEXT(QC_ISA),    QC_ISA::do_packed, QC_ISA::do_linear, QC_ISA::do_norm,
                                   QC_ISA::do_gated,  QC_ISA::do_attend, QC_ISA::attend_texts,
                                   QC_ISA::do_blocks, QC_ISA::do_low_rank, QC_ISA::do_argmax,
-                                  QC_ISA::do_draw,   QC_ISA::do_moe,   QC_ISA::do_log_softmax, QC_ISA::top_of, QC_ISA::allow};
+                                  QC_ISA::do_draw,   QC_ISA::do_moe,   QC_ISA::do_log_softmax, QC_ISA::top_of, QC_ISA::allow,
+                                  QC_ISA::do_sum};
 
 }  // namespace quire

@@ -218,8 +218,10 @@ QC_API int qc_attend(const qc_attention* work) {
 
 QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
                          int64_t num_turns, const int32_t* adapters, int64_t num_slots, const void* x, const void* delta,
-                         void* stream, void* out) {
+                         void* stream, void* out, const qc_ranks* ranks) {
   if (!is_size(count) || !is_size(num_turns) || num_turns > kMaxTurns || !is_count(num_slots)) return QC_WRONG_STEP;
+  if (ranks)
+    if (int wrong = check_ranks(*ranks)) return wrong;
   if (!all_given(blocks, which, turns)) return QC_WRONG_POINTER;
   Extent extents[kMaxTurns];
   for (int64_t i = 0; i < num_turns; ++i) {
@@ -238,7 +240,19 @@ QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, in
   if (adapters)
     if (int wrong = check_slots(adapters, turns[0].step->tokens, num_slots)) return wrong;
   if (!all_given(x, stream, out)) return QC_WRONG_POINTER;
-  return compute([&](const Kernels& to) { to.run_blocks(blocks, which, count, turns, adapters, x, delta, stream, out); });
+  return compute([&](const Kernels& to) {
+    to.run_blocks(blocks, which, count, turns, adapters, x, delta, stream, out, ranks);
+  });
+}
+
+QC_API int qc_sum_ranks(const qc_ranks* ranks, void* x, int64_t count, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (!ranks) return QC_WRONG_POINTER;
+  if (int wrong = check_ranks(*ranks)) return wrong;
+  if (count < 0 || count > QC_MAX_ROOM) return QC_WRONG_ROWS;
+  if (!count) return 0;
+  if (!x) return QC_WRONG_POINTER;
+  return compute([&](const Kernels& to) { to.sum_ranks(ranks, x, count, dtype); });
 }
 
 QC_API int qc_add_low_rank(const void* x, int64_t x_stride, const int32_t* slots, const qc_low_rank* low, int64_t num_slots,

@@ -8,18 +8,12 @@
 #include <thread>
 #include <vector>
 
+#include "pause.h"
+
 namespace quire {
 namespace {
 
 constexpr int kSpins = 4000;  // some tens of microseconds: longer than between two calls of a step
-
-void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // `ticket` is (generation << 32 | next item): a late thread cannot take a piece of a job that it did not see begin.
 struct Pool {

@@ -5,10 +5,11 @@
 #pragma once
 #include <stdint.h>
 
-#define QC_ABI 5
+#define QC_ABI 6
 #define QC_MAX_SIZE 256  // numbers of a head
 #define QC_MAX_HEADS 65536
 #define QC_MAX_THREADS 1024
+#define QC_MAX_RANKS 1024
 #define QC_MAX_COUNT INT32_MAX  // rows, columns, tokens
 #define QC_MAX_ROOM (INT64_C(1) << 46)  // numbers from the first to the last that a call reads or writes
 #define QC_API extern "C" __attribute__((visibility("default")))
@@ -38,6 +39,18 @@ enum qc_wrong {
   QC_WRONG_ROWS = -12,
   QC_WRONG_ISA = -13,
   QC_WRONG_MEMORY = -14,
+  QC_WRONG_RANKS = -15,
+  QC_WRONG_PEER = -16,  // a rank did not come to a sum in time
+};
+
+// Processes of one machine that sum together, as one of them sees it. Their memory is the same, all zeros at first; it
+// is `bytes` long and begins at a multiple of 128. All call the same functions with the same sizes, in the same order.
+struct qc_ranks {
+  void* memory;
+  int64_t bytes;
+  int32_t rank, ranks;
+  int32_t spin_us;  // how long a rank stays awake while it waits for another
+  int32_t patience_ms;  // how long it waits
 };
 
 // Some rows of a fused matrix, all packed alike.
@@ -186,10 +199,13 @@ QC_API int qc_attend_texts(const qc_texts* work);
 // Blocks one after another, all of one dtype and width; block i takes its part of the step from turns[which[i]], of
 // num_turns that all have as many tokens. In: the stream x and what the layer before adds to it (delta, or null), [tokens,
 // width] each. Out: the stream after the last attention, and what the last mlp adds to it. adapters [tokens]: the slot of
-// each token's adapter, of num_slots that blocks have; 0: none. Null: no token has one.
+// each token's adapter, of num_slots that blocks have; 0: none. Null: no token has one. ranks: among which heads and the
+// mlp are cut, so that what o and down give is summed over them; null: nothing is.
 QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
                          int64_t num_turns, const int32_t* adapters, int64_t num_slots, const void* x, const void* delta,
-                         void* stream, void* out);
+                         void* stream, void* out, const qc_ranks* ranks);
+// x [count] becomes the sum over ranks of what each has there: float32 sums in the order of ranks, rounded once.
+QC_API int qc_sum_ranks(const qc_ranks* ranks, void* x, int64_t count, int dtype);
 // y [m, n] grows by what the adapter of each row adds to a product with x [m, k]: slots [m] and low [num_slots] as above.
 QC_API int qc_add_low_rank(const void* x, int64_t x_stride, const int32_t* slots, const qc_low_rank* low, int64_t num_slots,
                            void* y, int64_t y_stride, int64_t m, int64_t n, int64_t k, int dtype);

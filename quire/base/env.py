@@ -417,6 +417,10 @@ PEER_SUMS = Variable(
     "PEER_SUMS", False, _flag,
     "1: ranks of one machine sum small tensors in one kernel, over memory that their GPUs read from each other.",
 )  # fmt: skip
+SHARED_SUMS = Variable(
+    "SHARED_SUMS", True, _flag,
+    "0: ranks on CPUs that are processes of one machine sum over gloo, not through memory that they share.",
+)  # fmt: skip
 SHARE_GPUS = Variable(
     "SHARE_GPUS", False, _flag,
     "1: where there are more workers than GPUs, several share one, through gloo and without graphs: slow, for tests.",

@@ -12,6 +12,7 @@ from quire.base import env
 
 _COMPILER = "no model is compiled here: kernels are written by hand"
 _SUMS = "ranks sum through NCCL, or with QUIRE_PEER_SUMS in a kernel of Quire's own"
+_IDENT = "memory that ranks share has no name (QUIRE_SHARED_SUMS)"
 _RAY = "a Ray worker has a bundle of its own with one device, and talks over Quire's own connections"
 _PACKED = (
     "Ray packs engines on as few nodes as have room, data_parallel_size_local of them on the server's own; the ranks "
@@ -32,6 +33,7 @@ _BUILD = "it is read when vLLM itself is built"
 _REASONS: dict[str, str] = {
     _COMPILER: "COMPILE_CACHE_SAVE_FORMAT DEBUG_DUMP_PATH DISABLE_COMPILE_CACHE FORCE_AOT_LOAD USE_AOT_COMPILE "
     "USE_BYTECODE_HOOK USE_STANDALONE_COMPILE",
+    _IDENT: "DIST_IDENT",
     _SUMS: "ALLREDUCE_USE_SYMM_MEM SKIP_P2P_CHECK USE_NCCL_SYMM_MEM",
     _RANK: "DP_MASTER_IP DP_MASTER_PORT",
     _RAY: "RAY_BUNDLE_INDICES RAY_PER_WORKER_GPUS USE_RAY_COMPILED_DAG_CHANNEL_TYPE",

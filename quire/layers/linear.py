@@ -7,7 +7,7 @@ some of the results; of the width, each has a part of every result, and they are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -116,6 +116,11 @@ class Linear(MatrixLayer):
     def is_summed(self) -> bool:
         """Whether a result is added up over ranks."""
         return self._reduce is not None
+
+    @property
+    def reduce(self) -> Callable[[Tensor], Tensor] | None:
+        """What adds results up over ranks; None: they are whole."""
+        return self._reduce
 
     def slots(self) -> Iterator[Slot]:
         for name, run in self.named_runs():

@@ -239,7 +239,7 @@ class Whole:
             return None
         if not isinstance(attn, Attention) or not isinstance(mlp, Mlp) or attn.kind.gated or not attn.fusable:
             return None
-        if attn.o.is_summed or mlp.down.is_summed:
+        if attn.o.is_summed != mlp.down.is_summed:
             return None
         rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
         if len(rules) != 2 or rules[0] is None or rules[1] is None:
@@ -254,7 +254,7 @@ class Whole:
             return None
         return BlockParts(
             (qkv, o, up, down), self.rules, attn.prep(None), attn.cache, attn.kind.scale, attn.kind.softcap, attn.sinks,
-            attn.alibi, self.act, _low_ranks(attn.qkv, attn.o, mlp.up, mlp.down),
+            attn.alibi, self.act, _low_ranks(attn.qkv, attn.o, mlp.up, mlp.down), attn.o.reduce,
         )  # fmt: skip
 
 

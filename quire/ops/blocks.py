@@ -41,6 +41,7 @@ class BlockParts(NamedTuple):
     alibi: Tensor | None
     act: str  # name of the plain activation
     adapters: tuple[LowRank, LowRank, LowRank, LowRank] | None = None  # of the matrices; None: the engine has none
+    reduce: Callable[[Tensor], Tensor] | None = None  # sums what o and down give over ranks; None: nothing is summed
 
 
 class StepTurn(NamedTuple):

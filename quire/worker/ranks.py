@@ -2,8 +2,9 @@
 
 In: which rank of how many, in how many pipeline stages, and the URL at which they meet. Out: a ShardGroup whose sums go
 through torch.distributed, and the link to neighbouring stages: NCCL between GPUs, gloo between CPU processes and
-between ranks that share a GPU, which NCCL refuses. World size 1 joins nothing, unless it is asked to. Must not know:
-models, or how processes were started.
+between ranks that share a GPU, which NCCL refuses. Ranks on CPUs that meet in a file are processes of one machine that
+its engine has started: they sum through memory that they share (shared_sum.py). World size 1 joins nothing, unless it
+is asked to. Must not know: models, or how processes were started.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ def join(rank: int, size: int, meeting: str, device: torch.device, stages: int =
     through_peers = _peer_sum(rank, size, device, stages=stages, is_here=meeting.startswith("file:"))
     if stages == 1:
         _log.info("Rank %d of %d (%s)", rank, size, backend)
-        group = ShardGroup(rank, size, through_peers or _sum_over(None), captures=backend == "nccl")
+        reduce = through_peers or _sums_of(None, rank, size, meeting, device)
+        group = ShardGroup(rank, size, reduce, captures=backend == "nccl")
         return Joined(group, None, broadcast=_broadcast_over(None))
     _log.info("Rank %d of %d in pipeline stage %d of %d (%s)", own, share, stage, stages, backend)
-    reduce: Callable[[Tensor], Tensor] = as_it_is
+    reduce = as_it_is
     broadcast = None
     if share > 1:  # every rank makes the groups of all stages
         groups = [distributed.new_group(range(s * share, (s + 1) * share), timeout=limit) for s in range(stages)]
-        reduce, broadcast = _sum_over(groups[stage]), _broadcast_over(groups[stage], stage * share)
+        reduce = _sums_of(groups[stage], own, share, meeting, device)
+        broadcast = _broadcast_over(groups[stage], stage * share)
     link = _link(rank - share, rank + share, backend, device)
     return Joined(ShardGroup(own, share, reduce, stage, stages), link, broadcast=broadcast)
 
@@ -76,7 +79,7 @@ def _peer_sum(
     if not env.PEER_SUMS.get():
         return None
     reasons = {
-        f"ranks on {device.type} sum over gloo": device.type != "cuda",
+        f"it is for GPUs, not for ranks on {device.type}": device.type != "cuda",
         "ranks that share a GPU (QUIRE_SHARE_GPUS) sum over gloo": _backend(device) != "nccl",
         "it is not built for pipeline stages": stages > 1,
         "not all ranks are processes of one machine that the engine has started": not is_here,
@@ -125,7 +128,8 @@ def join_engines(
     _say_no_peer_sums(world, "it is not built for engines that have experts together")
     if share > 1:  # every rank makes the groups of all
         firsts = range(0, size * engines, share)
-        reduce = _sum_over([distributed.new_group(range(f, f + share), timeout=limit) for f in firsts][world // share])
+        own_group = [distributed.new_group(range(f, f + share), timeout=limit) for f in firsts][world // share]
+        reduce = _sums_of(own_group, world % share, share, meeting, device)
     peers = [range(r, size * engines, size) for r in range(size)]
     across = [distributed.new_group(ranks, timeout=limit) for ranks in peers]
     talks = across if backend == "gloo" else [distributed.new_group(r, timeout=limit, backend="gloo") for r in peers]
@@ -158,7 +162,7 @@ def _join_launched(rank: int, size: int, backend: str, device: torch.device, sta
     stage, at = divmod(rank, share)
     _log.info("Rank %d of %d in pipeline stage %d of %d, launched from outside (%s)", at, share, stage, stages, backend)
     _say_no_peer_sums(world, "it is not built for ranks that a launcher has started")
-    reduce = _sum_over(within) if share > 1 else as_it_is
+    reduce = _sums_of(within, at, share, LAUNCHED, device) if share > 1 else as_it_is
     group = ShardGroup(at, share, reduce, stage, stages, captures=backend == "nccl")
     link = None if stages == 1 else _link(world - share, world + share, backend, device, own)
     first = world - rank
@@ -223,6 +227,20 @@ def leave() -> None:
     """Connections are closed; the peers may be gone already."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _sums_of(group: Any, rank: int, ranks: int, meeting: str, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Of the ranks of a group, which all come here at the same time."""
+    over_group = _sum_over(group)
+    if device.type != "cpu":
+        return over_group
+    if urlsplit(meeting).scheme != "file":
+        if rank == 0:
+            _log.info("Sums of ranks go through gloo: not all are processes of one machine that the engine has started")
+        return over_group
+    from quire.worker.shared_sum import share_sums  # lazy
+
+    return share_sums(rank, ranks, group, over_group) or over_group
 
 
 def _sum_over(group: Any) -> Callable[[Tensor], Tensor]:

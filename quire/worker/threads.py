@@ -32,9 +32,17 @@ def num_threads(root: Path = Path("/"), *, num_workers: int = 1) -> int:
             f"QUIRE_CPU_NUM_OF_RESERVED_CPU is {reserved}; it must be from 0 to {cores - 1}: there are {cores} cores, "
             "and the worker needs one"
         )
-    quotas = [quota for folder in group_folders(root, "cpu") if (quota := _quota(folder)) is not None]
     sharers = 1 if _has_own_list() else num_workers
-    return max(1, min([(cores - reserved) // sharers, *(math.ceil(quota) // num_workers for quota in quotas)]))
+    return max(1, min([(cores - reserved) // sharers, *(math.ceil(quota) // num_workers for quota in _quotas(root))]))
+
+
+def processors_of_ranks(ranks: int, root: Path = Path("/")) -> int:
+    """How many processors so many ranks have together, as far as one of them can tell."""
+    try:
+        own = len(os.sched_getaffinity(0)) * (ranks if _has_own_list() else 1)
+    except AttributeError:  # not Linux
+        own = os.cpu_count() or 1
+    return min([own, *map(int, _quotas(root))])
 
 
 def bind(rank: int = 0, num_workers: int = 1) -> None:
@@ -91,6 +99,11 @@ def _cores(root: Path) -> int:
         read_text(root / f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list") or str(i) for i in allowed
     }
     return len(cores)
+
+
+def _quotas(root: Path) -> list[float]:
+    """Of this process's control groups."""
+    return [quota for folder in group_folders(root, "cpu") if (quota := _quota(folder)) is not None]
 
 
 def _quota(folder: Path) -> float | None:

@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
 from quire.base import env
+from quire.ops.cpu.native import kernels
 from quire.schema.errors import EngineDeadError
 from quire.schema.params import StructuredOutputsParams
 from tests.pooling_models import make_pooling
@@ -109,6 +110,7 @@ def test_each_rank_is_a_process_that_holds_its_part(two: LLM) -> None:
     assert len({*pids, os.getpid()}) == 3
     sizes = two.collective_rpc("tests.rank_probe:weight_bytes")
     assert sizes[0] == sizes[1] < 0.6 * sum(sizes) and two.collective_rpc("tests.rank_probe:rank_of") == [0, 1]
+    assert two.collective_rpc("tests.rank_probe:how_summed") == ["NativeSum" if kernels() else "function"] * 2
 
 
 def test_a_single_rank_sums_over_itself_if_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +133,12 @@ def test_a_single_rank_sums_over_itself_if_asked(folder: Path, monkeypatch: pyte
     assert backend == "gloo" and count == 2 * 4 and graphs == 0
 
 
-def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "gloo"])
+def test_a_killed_rank_fails_every_request_and_is_named(
+    shared: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the engine in this process; tests/server/test_ranks_server.py has it in one of its own."""
+    monkeypatch.setenv("QUIRE_SHARED_SUMS", shared)
     monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "0")
     env.forget_all()
 
@@ -173,7 +179,7 @@ def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatc
 
 
 def test_a_rank_that_never_comes_to_a_sum_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process lives and shows signs of life; the other one waits inside gloo."""
+    """Its process lives and shows signs of life; the other one waits inside of a sum."""
     monkeypatch.setenv("QUIRE_EXECUTE_MODEL_TIMEOUT_SECONDS", "5")
     env.forget_all()
     with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as llm:

@@ -42,6 +42,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     lines: list[str] = []
     monkeypatch.setattr(ranks._log, "warning", lambda line, *args: lines.append(line % args))
     monkeypatch.setattr(ranks, "_choose_interface", lambda meeting: None)
+    monkeypatch.setattr(ranks, "_sums_of", lambda *_: ranks.as_it_is)
     for name in ("init_process_group", "new_group"):
         monkeypatch.setattr(ranks.distributed, name, lambda *args, **named: None)
     monkeypatch.setattr(ranks.distributed, "is_initialized", lambda: True)
@@ -55,7 +56,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 JOINS: dict[str, Callable[[int], object]] = {
-    "ranks on cpu sum over gloo": lambda rank: ranks.join(rank, 2, "file:///there", CPU),
+    "it is for GPUs, not for ranks on cpu": lambda rank: ranks.join(rank, 2, "file:///there", CPU),
     "pipeline stages": lambda rank: ranks.join(rank, 2, "file:///there", GPU, stages=2),
     "not all ranks are processes of one machine": lambda rank: ranks.join(rank, 2, "tcp://10.0.0.7:4000", GPU),
     "a launcher has started": lambda rank: ranks.join(rank, 2, ranks.LAUNCHED, GPU),

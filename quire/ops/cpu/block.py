@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.ops.blocks import BlockParts, BlocksRun, StepTurn, Weights, join_blocks
 from quire.ops.cpu.low_rank import native_slots
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
+from quire.ops.cpu.rank_sums import NativeSum
 from quire.ops.lora import AdapterRows
 from quire.ops.op import FormTable, Kernels
 from quire.ops.parts import Delta, PartialSums
@@ -87,6 +88,8 @@ class BlocksCall:
         self._which = (c_int32 * len(blocks))(*which)
         self._turns = (TurnWork * (max(which) + 1))()
         self._num_slots = _link_adapters(blocks, self._works)
+        reduce = blocks[0].reduce
+        self._ranks = ctypes.addressof(reduce.work) if isinstance(reduce, NativeSum) else None
 
     def __call__(
         self, x: Tensor, delta: Delta, turns: Sequence[StepTurn], rows: AdapterRows | None = None
@@ -114,6 +117,7 @@ class BlocksCall:
             self._blocks, self._which, self._count, self._turns, len(self._turns),
             None if rows is None else rows.index.data_ptr(), self._num_slots, x.data_ptr(),
             None if delta is None else delta.data_ptr(), stream.data_ptr(), out.data_ptr(),
+            self._ranks,
         )  # fmt: skip
         return stream, out
 
@@ -139,7 +143,9 @@ def _form(
             isinstance(parts.cache, NativeCache) and parts.cache.rows.dtype in CACHE_DTYPES and parts.act in acts
             for parts in blocks
         )
-        if not known or dtype not in DTYPES:
+        reduce = blocks[0].reduce
+        sums = (reduce is None or isinstance(reduce, NativeSum)) and all(parts.reduce is reduce for parts in blocks)
+        if not (known and sums) or dtype not in DTYPES:
             return before(blocks, which, dtype)
         is_plain = any(isinstance(weights.matrix, Tensor) for parts in blocks for weights in parts.matrices)
         return BlocksCall(library, acts, blocks, which, dtype, limits[dtype] if is_plain else sys.maxsize)

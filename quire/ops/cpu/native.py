@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.base import env, native
 
-ABI = 5
+ABI = 6
 BY_NAME = frozenset({"avx512bf16"})  # only on request: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_DTYPES = {**DTYPES, torch.int8: 3}  # int8: with a scale for each token and head
@@ -38,6 +38,8 @@ WRONG = {  # qc_wrong
     -12: "inconsistent rows, widths or strides",
     -13: "work before an instruction set was chosen",
     -14: "more work than there is memory or threads for",
+    -15: "an inconsistent group of ranks, or two sums at once",
+    -16: "a rank that did not come to a sum in time",
 }
 _WHOLE = (c_int, c_int32, c_int64)
 KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6, "B32": 7}
@@ -124,8 +126,9 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_attend_texts": (c_int, (POINTER(TextsWork),)),
     "qc_run_blocks": (
         c_int,
-        (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),
+        (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 5),
     ),
+    "qc_sum_ranks": (c_int, (c_void_p, c_void_p, c_int64, c_int)),
     "qc_add_low_rank": (
         c_int,
         (
