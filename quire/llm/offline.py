@@ -115,8 +115,7 @@ class LLM:
             "sampling_params",
         )
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
-        distinct = {id(one): one for one in params}  # what several prompts share is checked and sent once
-        final = {key: self._resolve(one) for key, one in distinct.items()}
+        final = self._resolve_each(params)
         how = zip(params, priorities, adapters, strict=True)
 
         places = dict[str, int]()
@@ -136,6 +135,19 @@ class LLM:
             ahead: MediaAhead = MediaAhead(self.llm_engine.front.inputs, prompts)
             with closing(ahead):
                 return self._run([], use_tqdm, _PromptsAhead(prepared(ahead), ahead, len(prompts)))
+
+    def _resolve_each(self, params: Sequence[SamplingParams]) -> dict[int, ResolvedParams]:
+        """By identity: what several prompts share is checked and sent once."""
+        first = {id(one): place for place, one in reversed(list(enumerate(params)))}
+        final = {}
+        for key, place in first.items():
+            try:
+                final[key] = self._resolve(params[place])
+            except InputError as wrong:
+                if len(first) > 1:
+                    wrong.at(f"sampling_params[{place}]")
+                raise
+        return final
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
         """Only whole answers are handed out."""

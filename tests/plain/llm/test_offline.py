@@ -479,6 +479,15 @@ def test_an_error_names_the_prompt_that_it_is_about(llm):
     assert texts(llm.generate(["ab", "c"], SHORT, use_tqdm=False)) == ["ababa", "ccccc"]
 
 
+def test_an_error_names_the_parameters_that_it_is_about(inside):
+    wrong = SamplingParams(max_tokens=5, logprobs=500)
+    with pytest.raises(InputError, match=r"^sampling_params\[1\]: logprobs is 500"):
+        inside.generate(["ab"] * 4, [SHORT, wrong, SHORT, wrong], use_tqdm=False)
+    for several in (wrong, [wrong] * 4):
+        with pytest.raises(InputError, match=r"^logprobs is 500"):
+            inside.generate(["ab"] * 4, several, use_tqdm=False)
+
+
 def test_an_error_names_the_conversation_that_it_is_about(inside):
     right, wrong = [{"role": "user", "content": "ab"}], [{"content": "ab"}]
     with pytest.raises(InputError, match=r"^messages\[1\]: "):
