@@ -1,8 +1,8 @@
 """The CPU form of `join_blocks`: decoder blocks as one compiled call, see csrc/cpu/block.h.
 
-`NativeStep` is the interface of a step's attention plan, `NativeCache` that of a layer's cache, `NativeReduce` that of a
-sum over ranks; with other plans, caches and sums the layers run one by one. `BlocksCall` holds the addresses of the blocks' weights and caches, and
-keeps the tensors alive. Must not know: modules, architectures.
+`NativeStep` is the interface of a step's attention plan, `NativeCache` that of a layer's cache, `NativeReduce` that of
+a sum over ranks; with other plans, caches and sums the layers run one by one. `BlocksCall` holds the addresses of the
+blocks' weights and caches, and keeps the tensors alive. Must not know: modules, architectures.
 """
 
 from __future__ import annotations
