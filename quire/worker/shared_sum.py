@@ -61,7 +61,7 @@ def share_sums(rank: int, ranks: int, group: Any, otherwise: Callable[[Tensor], 
     num_unable, num_crowded = votes.tolist()
     if memory is None or num_unable:
         if why or rank == 0:
-            _log.info(_THROUGH_GLOO, why or f"{num_unable} other ranks cannot map shared memory, and say why")
+            _log.info(_THROUGH_GLOO, why or "another rank cannot map shared memory, and says why")
         return None
     if rank == 0:
         _log.info("Sums of %d ranks go through shared memory (%d KiB)", ranks, size >> 10)

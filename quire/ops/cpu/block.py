@@ -1,8 +1,8 @@
 """The CPU form of `join_blocks`: decoder blocks as one compiled call, see csrc/cpu/block.h.
 
-`NativeStep` is the interface of a step's attention plan, `NativeCache` that of a layer's cache; with other plans
-and caches the layers run one by one. `BlocksCall` holds the addresses of the blocks' weights and caches, and
-keeps the tensors alive. Must not know: modules, architectures.
+`NativeStep` is the interface of a step's attention plan, `NativeCache` that of a layer's cache, `NativeReduce` that of
+a sum over ranks; with other plans, caches and sums the layers run one by one. `BlocksCall` holds the addresses of the
+blocks' weights and caches, and keeps the tensors alive. Must not know: modules, architectures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 from quire.ops.blocks import BlockParts, BlocksRun, StepTurn, Weights, join_blocks
 from quire.ops.cpu.low_rank import native_slots
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
-from quire.ops.cpu.rank_sums import NativeSum
 from quire.ops.lora import AdapterRows
 from quire.ops.op import FormTable, Kernels
 from quire.ops.parts import Delta, PartialSums
@@ -36,6 +35,12 @@ class NativeCache:
     """A layer's keys and values as the kernels read them."""
 
     rows: Tensor  # [slots, keys of all kv heads, then values, then an int8 cache's scales]
+
+
+class NativeReduce:
+    """A sum over ranks that the kernels can make in the middle of a call."""
+
+    work: Structure
 
 
 class MatrixWork(Structure):
@@ -89,7 +94,7 @@ class BlocksCall:
         self._turns = (TurnWork * (max(which) + 1))()
         self._num_slots = _link_adapters(blocks, self._works)
         reduce = blocks[0].reduce
-        self._ranks = ctypes.addressof(reduce.work) if isinstance(reduce, NativeSum) else None
+        self._ranks = ctypes.addressof(reduce.work) if isinstance(reduce, NativeReduce) else None
 
     def __call__(
         self, x: Tensor, delta: Delta, turns: Sequence[StepTurn], rows: AdapterRows | None = None
@@ -144,7 +149,7 @@ def _form(
             for parts in blocks
         )
         reduce = blocks[0].reduce
-        sums = (reduce is None or isinstance(reduce, NativeSum)) and all(parts.reduce is reduce for parts in blocks)
+        sums = (reduce is None or isinstance(reduce, NativeReduce)) and all(parts.reduce is reduce for parts in blocks)
         if not (known and sums) or dtype not in DTYPES:
             return before(blocks, which, dtype)
         is_plain = any(isinstance(weights.matrix, Tensor) for parts in blocks for weights in parts.matrices)

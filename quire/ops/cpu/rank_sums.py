@@ -12,6 +12,7 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 
 from torch import Tensor
 
+from quire.ops.cpu.block import NativeReduce
 from quire.ops.cpu.native import DTYPES
 
 LINE_BYTES = 128  # RankLine of csrc/cpu/ranks.h
@@ -30,7 +31,7 @@ def memory_bytes(ranks: int, room: int) -> int:
     return ranks * (LINE_BYTES + 2 * room)
 
 
-class NativeSum:
+class NativeSum(NativeReduce):
     """In place. All ranks call it with the same sizes in the same order, and get the same bits: float32 sums in the
     order of ranks, rounded once. `otherwise`: for tensors of other dtypes, and those that are not contiguous."""
 
