@@ -55,10 +55,21 @@ inline TileShapes shapes_of_parts(int64_t rows) {  // 0..3: sums; 4, 5: rows; 6,
   return all;
 }
 
+// Memory that is read next, brought to the second cache `lines` lines at a time.
+struct Nearer {
+  const char *at = nullptr, *end = nullptr;
+  int64_t lines = 0;
+
+  void some() {
+    const char* to = at + 64 * lines < end ? at + 64 * lines : end;
+    for (; at < to; at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 // Tiles of rows from `a` on times panels from `b` on, one or two of each, the second `blocks` tiles behind; to [rows][columns]
-// of `stride` floats.
+// of `stride` floats. What is read next comes nearer meanwhile.
 template <int A, int B>
-inline void multiply_parts(const char* a, const char* b, int64_t blocks, float* to, int64_t stride) {
+inline void multiply_parts(const char* a, const char* b, int64_t blocks, float* to, int64_t stride, Nearer& soon) {
   const int64_t next = blocks * kTiles;
   auto rows = [&](auto part) QC_INLINE {  // the next part of the rows
     tile_load<4>(a + part * kTile, 64);
@@ -93,6 +104,7 @@ inline void multiply_parts(const char* a, const char* b, int64_t blocks, float* 
     panels(high);
     rows(low);
     rows(high);
+    soon.some();
   }
   tile_store<0>(to, 4 * stride);
   if constexpr (B == 2) tile_store<1>(to + 16, 4 * stride);
@@ -101,11 +113,11 @@ inline void multiply_parts(const char* a, const char* b, int64_t blocks, float* 
 }
 
 inline void multiply_parts(bool two_tiles, bool two_panels, const char* a, const char* b, int64_t blocks, float* to,
-                           int64_t stride) {
-  if (two_tiles && two_panels) multiply_parts<2, 2>(a, b, blocks, to, stride);
-  else if (two_tiles) multiply_parts<2, 1>(a, b, blocks, to, stride);
-  else if (two_panels) multiply_parts<1, 2>(a, b, blocks, to, stride);
-  else multiply_parts<1, 1>(a, b, blocks, to, stride);
+                           int64_t stride, Nearer& soon) {
+  if (two_tiles && two_panels) multiply_parts<2, 2>(a, b, blocks, to, stride, soon);
+  else if (two_tiles) multiply_parts<2, 1>(a, b, blocks, to, stride, soon);
+  else if (two_panels) multiply_parts<1, 2>(a, b, blocks, to, stride, soon);
+  else multiply_parts<1, 1>(a, b, blocks, to, stride, soon);
 }
 
 // Rows as parts: [tiles of 16 rows, blocks, parts, 16, 32]. Rows that fill up the last tile are zero; a single tile has only
@@ -164,13 +176,20 @@ struct PartedProduct {
   // `many` parted panels; count: columns from `column` on that there are.
   void some(const char* panels, int64_t many, int64_t column, int64_t count, int64_t row, int64_t end) const {
     alignas(64) float found[32 * 2 * kPanel];
-    for (; row < end; row += 32)
+    const int64_t pairs = (many + 1) / 2, bytes = 2 * x.blocks * kTiles;  // of two tiles of rows, and of a pair of panels
+    Nearer soon;
+    for (; row < end; row += 32) {
+      const int64_t left = end - row - 32;
+      soon = {x.tile(row) + bytes, x.tile(row) + bytes + (left > 16 ? bytes : left > 0 ? bytes / 2 : 0), 0};
+      soon.lines = (soon.end - soon.at) / 64 / (pairs * x.blocks) + 1;
       for (int64_t p = 0; p < many; p += 2) {
         const bool tall = end - row > 16, wide = many - p > 1;
-        const int64_t left = count - p * kPanel, most = wide ? 2 * kPanel : kPanel;
-        multiply_parts(tall, wide, x.tile(row), panels + p * x.blocks * kTiles, x.blocks, found, 2 * kPanel);
-        job.write(job, row, end - row < 32 ? end - row : 32, column + p * kPanel, left < most ? left : most, found, 2 * kPanel);
+        const int64_t most = wide ? 2 * kPanel : kPanel;
+        multiply_parts(tall, wide, x.tile(row), panels + p * x.blocks * kTiles, x.blocks, found, 2 * kPanel, soon);
+        job.write(job, row, end - row < 32 ? end - row : 32, column + p * kPanel, count - p * kPanel < most ? count - p * kPanel : most, found,
+                  2 * kPanel);
       }
+    }
   }
 };
 
@@ -178,6 +197,7 @@ constexpr int64_t kPartedBytes = 1 << 24;  // of rows that are parted at once
 
 template <int Dtype>
 void floats_by_tiles(const typename Numbers<Dtype>::Type* x, int64_t x_stride, Product job, int64_t panels) {
+  if (job.m <= 0) return;
   static thread_local std::vector<char> memory;
   const int64_t k = job.x.k, all = job.m, row_bytes = PartedRows::bytes(16, k) / 16;
   const int64_t most = std::max<int64_t>(kPartedBytes / row_bytes, 32) / 32 * 32, slabs = (all + most - 1) / most;

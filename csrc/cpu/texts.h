@@ -13,6 +13,8 @@
 namespace quire {
 namespace QC_ISA {
 
+constexpr float kLog2OfE = 1.44269504f;
+
 class TextHead {
  public:
   TextHead(const qc_texts& work, int64_t text, int64_t head, int64_t first_query, int64_t first_key) : w_(work) {
@@ -82,15 +84,27 @@ class TextHead {
       for (int64_t key = 0; key < keys_; ++key)
         if (key <= query - w_.window || key >= query + w_.window) scores[key] = -INFINITY;
     }
-    vf most = fill(-INFINITY), total = fill(0);
-    for (int64_t i = 0; i < wide_; i += kLanes) most = larger(most, load(scores + i));
-    const vf top = fill(largest(most) * w_.scale), scale = fill(w_.scale);
+    const vf scale = fill(w_.scale * kLog2OfE), top = fill(most_of(scores)) * scale;
+    vf total = fill(0);
     for (int64_t i = 0; i < wide_; i += kLanes) {
-      const vf weight = exp_of(fma(load(scores + i), scale, -top));
+      const vf weight = power_of_two(fma(load(scores + i), scale, -top));
       store(scores + i, weight);
       total += weight;
     }
     return sum(total);
+  }
+
+  float most_of(const float* scores) const {
+    vf most = fill(-INFINITY);
+    int64_t i = 0;
+    if (wide_ >= 4 * kLanes) {  // four chains, as one waits for itself
+      vf all[4] = {most, most, most, most};
+      for (; i + 4 * kLanes <= wide_; i += 4 * kLanes)
+        QC_UNROLL for (int c = 0; c < 4; ++c) all[c] = larger(all[c], load(scores + i + c * kLanes));
+      most = larger(larger(all[0], all[1]), larger(all[2], all[3]));
+    }
+    for (; i < wide_; i += kLanes) most = larger(most, load(scores + i));
+    return largest(most);
   }
 
   void sum_up(int64_t row, int64_t many, const float* weights, const float* values, const float* totals) const {
@@ -146,8 +160,9 @@ class TiledTextHead : TextHead {
     const int64_t many = queries_ - row < 32 ? queries_ - row : 32, size = w_.size, key_bytes = size / kBlock * kTiles;
     const float* from = q_ + row * w_.q_stride;
     for (int64_t r = 0; r < many; r += 16) queries.put_tile<QC_F32>(r, from, w_.q_stride, many);
+    Nearer soon;
     for (int64_t at = 0; at < wide_; at += 32)
-      multiply_parts(many > 16, true, queries.data, keys + at / kPanel * key_bytes, size / kBlock, scores + at, wide_);
+      multiply_parts(many > 16, true, queries.data, keys + at / kPanel * key_bytes, size / kBlock, scores + at, wide_, soon);
     float totals[32];
     for (int64_t r = 0; r < many; ++r) totals[r] = weigh(row + r, scores + r * wide_);
     for (int64_t r = 0; r < many; r += 16) weights.put_tile<QC_F32>(r, scores, wide_, many);
@@ -157,8 +172,9 @@ class TiledTextHead : TextHead {
   void sum_up(int64_t row, int64_t many, const PartedRows& weights, const char* values, const float* totals) const {
     const int64_t stride = int64_t(w_.heads) * w_.size;
     alignas(64) float found[32 * 2 * kPanel];
+    Nearer soon;
     for (int64_t i = 0; i < w_.size; i += 2 * kPanel) {
-      multiply_parts(many > 16, true, weights.data, values + i / kPanel * blocks_ * kTiles, blocks_, found, 2 * kPanel);
+      multiply_parts(many > 16, true, weights.data, values + i / kPanel * blocks_ * kTiles, blocks_, found, 2 * kPanel, soon);
       float* to = out_ + row * stride + i;
       for (int64_t r = 0; r < many; ++r, to += stride)
         for (int c = 0; c < 2 * kPanel; c += kLanes) store(to + c, load(found + r * 2 * kPanel + c) / fill(totals[r]));
