@@ -66,17 +66,15 @@ struct Nearer {
   }
 };
 
-// Tiles of rows from `a` on times panels from `b` on, one or two of each, the second `blocks` tiles behind; to [rows][columns]
-// of `stride` floats. What is read next comes nearer meanwhile.
+// A block of one or two tiles of rows times one of one or two panels; `next`: bytes to the second of each.
 template <int A, int B>
-inline void multiply_parts(const char* a, const char* b, int64_t blocks, float* to, int64_t stride, Nearer& soon) {
-  const int64_t next = blocks * kTiles;
+inline void multiply_block(const char* a, int64_t a_next, const char* b, int64_t b_next) {
   auto rows = [&](auto part) QC_INLINE {  // the next part of the rows
     tile_load<4>(a + part * kTile, 64);
     tile_dot_bfloats<0, 4, 6>();
     if constexpr (B == 2) tile_dot_bfloats<1, 4, 7>();
     if constexpr (A == 2) {
-      tile_load<5>(a + next + part * kTile, 64);
+      tile_load<5>(a + a_next + part * kTile, 64);
       tile_dot_bfloats<2, 5, 6>();
       if constexpr (B == 2) tile_dot_bfloats<3, 5, 7>();
     }
@@ -86,7 +84,7 @@ inline void multiply_parts(const char* a, const char* b, int64_t blocks, float* 
     tile_dot_bfloats<0, 4, 6>();
     if constexpr (A == 2) tile_dot_bfloats<2, 5, 6>();
     if constexpr (B == 2) {
-      tile_load<7>(b + next + part * kTile, 64);
+      tile_load<7>(b + b_next + part * kTile, 64);
       tile_dot_bfloats<1, 4, 7>();
       if constexpr (A == 2) tile_dot_bfloats<3, 5, 7>();
     }
@@ -94,22 +92,52 @@ inline void multiply_parts(const char* a, const char* b, int64_t blocks, float* 
   constexpr std::integral_constant<int, 0> high;
   constexpr std::integral_constant<int, 1> middle;
   constexpr std::integral_constant<int, 2> low;
-  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-  for (int64_t i = 0; i < blocks; ++i, a += kTiles, b += kTiles) {
-    tile_load<4>(a, 64);
-    if constexpr (A == 2) tile_load<5>(a + next, 64);
-    panels(low);
-    panels(middle);
-    rows(middle);
-    panels(high);
-    rows(low);
-    rows(high);
-    soon.some();
-  }
+  tile_load<4>(a, 64);
+  if constexpr (A == 2) tile_load<5>(a + a_next, 64);
+  panels(low);
+  panels(middle);
+  rows(middle);
+  panels(high);
+  rows(low);
+  rows(high);
+}
+
+inline void zero_sums() { tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>(); }
+
+template <int A, int B>
+inline void store_sums(float* to, int64_t stride) {
   tile_store<0>(to, 4 * stride);
   if constexpr (B == 2) tile_store<1>(to + 16, 4 * stride);
   if constexpr (A == 2) tile_store<2>(to + 16 * stride, 4 * stride);
   if constexpr (A == 2 && B == 2) tile_store<3>(to + 16 * stride + 16, 4 * stride);
+}
+
+// Tiles of rows from `a` on times panels from `b` on, one or two of each, the second `blocks` tiles behind; to [rows][columns]
+// of `stride` floats. What is read next comes nearer meanwhile.
+template <int A, int B>
+inline void multiply_parts(const char* a, const char* b, int64_t blocks, float* to, int64_t stride, Nearer& soon) {
+  const int64_t next = blocks * kTiles;
+  zero_sums();
+  for (int64_t i = 0; i < blocks; ++i, a += kTiles, b += kTiles) {
+    multiply_block<A, B>(a, next, b, next);
+    soon.some();
+  }
+  store_sums<A, B>(to, stride);
+}
+
+// The same times panels that are not parted yet: a block is, just before it is multiplied, to places in the first cache.
+template <int A, int B>
+inline void multiply_parting(const char* a, const float* panels, int64_t blocks, float* to, int64_t stride) {
+  constexpr int64_t kLead = 2, kPlaces = 4, kNumbers = kBlock * kPanel;  // parted so long before, or the tile waits
+  alignas(64) char places[kPlaces][2 * kTiles];
+  zero_sums();
+  for (int64_t i = -kLead; i < blocks; ++i) {
+    if (i + kLead < blocks)
+      for (int p = 0; p < B; ++p)
+        put_panel(panels + (p * blocks + i + kLead) * kNumbers, kPanel, kBlock, places[(i + kLead) % kPlaces] + p * kTiles);
+    if (i >= 0) multiply_block<A, B>(a + i * kTiles, blocks * kTiles, places[i % kPlaces], kTiles);
+  }
+  store_sums<A, B>(to, stride);
 }
 
 inline void multiply_parts(bool two_tiles, bool two_panels, const char* a, const char* b, int64_t blocks, float* to,
@@ -157,13 +185,18 @@ struct PartedProduct {
     static thread_local std::vector<char> memory;
     Tiles tiles(shapes_of_parts(end - row));
     const int64_t bytes = x.blocks * kTiles, passes = (end - row + 15) / 16;
-    const int64_t together = 2 * passes * bytes <= kSecondCache ? 2 : std::max<int64_t>(kSecondCache / (2 * bytes), 1) * 2;
+    const int64_t together = end - row <= 32 || 2 * passes * bytes <= kSecondCache ? 2 : std::max<int64_t>(kSecondCache / (2 * bytes), 1) * 2;
     int64_t column = 0, before = 0;
     for (int64_t i = 0; i < job.num_segments; ++i) {
       const qc_segment& segment = job.segments[i];
       const int64_t num = panels_of(segment), last = to - before < num ? to - before : num;
       for (int64_t p = from > before ? from - before : 0; p < last; p += together) {
         const int64_t many = last - p < together ? last - p : together;
+        if (end - row <= 32) {
+          few(static_cast<const float*>(segment.data) + p * kPanel * job.x.k, many, column + p * kPanel, segment.rows - p * kPanel,
+              row, end);
+          continue;
+        }
         char* parted = aligned(memory, many * bytes);
         const float* stored = static_cast<const float*>(segment.data) + p * kPanel * job.x.k;
         put_panel(stored, kPanel, many * job.x.k, parted);  // panels lie one behind the other
@@ -171,6 +204,17 @@ struct PartedProduct {
       }
       column += segment.rows, before += num;
     }
+  }
+
+  // One or two panels as stored, for a tile of rows or two.
+  void few(const float* panels, int64_t many, int64_t column, int64_t count, int64_t row, int64_t end) const {
+    alignas(64) float found[32 * 2 * kPanel];
+    const bool tall = end - row > 16;
+    if (tall && many == 2) multiply_parting<2, 2>(x.tile(row), panels, x.blocks, found, 2 * kPanel);
+    else if (tall) multiply_parting<2, 1>(x.tile(row), panels, x.blocks, found, 2 * kPanel);
+    else if (many == 2) multiply_parting<1, 2>(x.tile(row), panels, x.blocks, found, 2 * kPanel);
+    else multiply_parting<1, 1>(x.tile(row), panels, x.blocks, found, 2 * kPanel);
+    job.write(job, row, end - row, column, count < many * kPanel ? count : many * kPanel, found, 2 * kPanel);
   }
 
   // `many` parted panels; count: columns from `column` on that there are.
