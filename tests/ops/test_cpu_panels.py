@@ -70,7 +70,7 @@ def test_products(isa, threads, width, dtype, stored):
     weight = draw(112, width, seed=1, dtype=stored)
     parts = [laid(weight[:64]), laid(weight[64:80]), laid(weight[80:])]
     assert multiply(draw(0, width, dtype=dtype), parts).shape == (0, 112)  # a step may have none for some layer
-    for m in (1, 2, 3, 7, 8, 15, 70):
+    for m in (1, 2, 3, 7, 8, 15, 17, 33, 70):
         x = draw(m, width + 8, seed=m, dtype=dtype)[:, :width]
         for bias in (None, draw(112, seed=5, dtype=dtype)):
             found = multiply(x, parts, bias)
@@ -80,6 +80,19 @@ def test_products(isa, threads, width, dtype, stored):
             for row in {0, m // 2, m - 1}:
                 assert torch.equal(multiply(x[row : row + 1], parts, bias)[0], found[row])
     library.qc_set_threads(1)
+
+
+@pytest.mark.parametrize("width", [64, 1536])
+def test_float32_is_not_rounded_to_less(isa, width):
+    """Numbers of very different sizes, each with all of its bits: errors are those of sums in float32."""
+    x, weight = (draw(rows, width, seed=rows, dtype=torch.float32) for rows in (40, 48))
+    x, weight = (t * 10 ** draw(*t.shape, seed=7, dtype=torch.float32) for t in (x, weight))
+    exact = x.double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T  # what a sum's rounding is in proportion to
+    error = ((multiply(x, [laid(weight)]).double() - exact) / sizes).abs()
+    cut = (x.view(torch.int32) & ~0x7F).view(torch.float32)  # without its lower 7 bits of 24
+    rounded = ((cut.double() @ weight.double().T - exact) / sizes).abs()
+    assert error.square().mean().sqrt() < rounded.square().mean().sqrt() / 8
 
 
 @pytest.mark.parametrize("stored", STORED, ids=str)

@@ -55,6 +55,29 @@ def test_attention(isa, size, kv_heads, window, threads):
     library.qc_set_threads(1)
 
 
+LONG = (64, 3, 100, 63, 129, 90)
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "window"), [(32, 6, 0), (64, 2, 20), (96, 3, 0), (48, 6, 0)])
+def test_long_texts(isa, size, kv_heads, window):
+    """Tiles take texts from some length on, whatever is beside them, and whatever part of the queries is asked for."""
+    q, k, v = heads_of(size, kv_heads, tokens=sum(LONG), seed=5)
+    attend, scale = ragged_attention.on("cpu"), size**-0.5
+    found = attend(q, k, v, LONG, LONG, scale=scale, window=window)
+    wanted = softmax_of_texts(q, k, v, LONG, LONG, scale, window)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=5e-6)
+    start = 0
+    for length in LONG:
+        part = slice(start, start + length)
+        alone = attend(q[part], k[part], v[part], (length,), (length,), scale=scale, window=window)
+        assert torch.equal(alone, found[part])
+        if not window:
+            few = min(7, length)
+            some = attend(q[start : start + few], k[part], v[part], (few,), (length,), scale=scale)
+            assert torch.equal(some, found[start : start + few])
+        start += length
+
+
 def test_queries_and_keys_of_other_lengths(isa):
     key_lens = (9, 3, 40, 16, 17)
     q, (_, k, v) = heads_of(32, 2)[0], heads_of(32, 2, tokens=sum(key_lens), seed=4)

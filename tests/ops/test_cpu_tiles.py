@@ -1,4 +1,5 @@
-"""Tile registers and pairs of bfloat16 (csrc/cpu/amx.h, opened.h, attention_tiles.h, bfloats.h) on any machine.
+"""Tile registers and pairs of bfloat16 (csrc/cpu: amx, opened, float_tiles, texts, attention_tiles, bfloats) on any
+machine.
 
 Only the instructions are emulated, everything around them is real. On a machine that has them, test_cpu_native.py runs
 the instruction sets `amx` and `avx512bf16` themselves.
@@ -6,14 +7,18 @@ the instruction sets `amx` and `avx512bf16` themselves.
 
 import ctypes
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from quire.ops import packed
+from quire.ops.attention import ragged_attention
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
+from quire.ops.cpu.text_forms import ragged_form
 from tests.emulated_tiles import CANNOT_BUILD, build, draw, laid, random_panels
+from tests.ops.test_cpu_texts import softmax_of_texts
 from tests.products import spread
 
 BLOCKS = [kind for kind in KINDS if not kind.startswith("B")]  # kinds with scales
@@ -94,6 +99,41 @@ def test_products_of_panels(library, width):
                 assert torch.equal(multiply(library, x[row : row + 1], parts, bias)[0], found[row])
             for many in (2, 5, 9, 48):
                 assert torch.equal(multiply(library, x[-many:], parts, bias), found[-many:])
+
+
+@pytest.mark.parametrize("width", [32, 96, 256])
+def test_products_of_float32(library, width):
+    """In three parts of bfloat16 each: sums err as those of float32 do."""
+    parts = [laid(80, width, 1, torch.float32), laid(16, width, 2, torch.float32), laid(48, width, 3, torch.float32)]
+    weight = torch.cat([packed.unpack(part) for part in parts]).double()
+    library.tiles_threads(1 if width == 96 else 2)
+    for m in (0, 3, 6, 33, *ROWS):
+        x = draw(m, width + 32, seed=m)[:, :width]
+        for bias in (None, draw(144, seed=3)):
+            found = multiply(library, x, parts, bias)
+            wanted = F.linear(x.double(), weight, None if bias is None else bias.double())
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-5)
+            for row in {0, m // 2, m - 1} if m else ():
+                assert torch.equal(multiply(library, x[row : row + 1], parts, bias)[0], found[row])
+            for many in (2, 5, 17, 48):
+                assert torch.equal(multiply(library, x[-many:], parts, bias), found[-many:])
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "window"), [(32, 4, 0), (64, 2, 20), (48, 4, 0)])
+def test_attention_within_texts(library, size, kv_heads, window):
+    """Of texts that tiles take (64 keys and more), shorter ones, and heads that they do not take (48)."""
+    lens, library_form = (64, 5, 70, 63, 97), ragged_form(library_of(library), ragged_attention.reference)
+    library.tiles_threads(2 if window else 1)
+    q, k, v = draw(sum(lens), (4 + 2 * kv_heads) * size).view(sum(lens), -1, size).split((4, kv_heads, kv_heads), 1)
+    found = library_form(q, k, v, lens, lens, scale=0.2, window=window)
+    wanted = softmax_of_texts(q, k, v, lens, lens, 0.2, window)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=5e-6)
+    alone = library_form(q[69:139], k[69:139], v[69:139], lens[2:3], lens[2:3], scale=0.2, window=window)
+    assert torch.equal(alone, found[69:139])
+
+
+def library_of(emulated):
+    return SimpleNamespace(qc_attend_texts=emulated.tiles_texts)
 
 
 @pytest.mark.parametrize(

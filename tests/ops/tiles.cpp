@@ -6,6 +6,7 @@
 #include "float_panels.h"
 #include "opened.h"
 #include "panels.h"
+#include "texts.h"
 
 using namespace quire;
 using namespace quire::QC_ISA;
@@ -15,6 +16,8 @@ QC_API void tiles_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, 
   if (dtype == QC_BF16) linear_packed<QC_BF16>(static_cast<const uint16_t*>(x), x_stride, m, k, segments, num, bias, out, out_stride);
   else linear_packed<QC_F32>(static_cast<const float*>(x), x_stride, m, k, segments, num, bias, out, out_stride);
 }
+
+QC_API void tiles_texts(const qc_texts* work) { attend_texts(work); }
 
 QC_API void tiles_plain(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
                         void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k) {

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from quire.schema.outputs import RequestOutput
 from quire.server.flow import Results
 
-MOST_OPEN = 8
+MOST_OPEN = 32  # a step reads every weight once, however many clips are written
 Open = Callable[[int], Awaitable[tuple[str, Results]]]  # clip -> the id of its request, and its flow
 
 
