@@ -168,7 +168,7 @@ def _check_own(backend: Any, name: str, stages: int) -> None:
             param="distributed_executor_backend",
             value=name,
         )
-    if stages > 1 and not getattr(backend, "supports_pp", False):
+    if stages > 1 and not (hasattr(backend, "supports_pp") and backend.supports_pp):
         raise ConfigError(
             f"pipeline_parallel_size={stages}: the executor {name!r} does not say that it has stages "
             "(supports_pp = True)",
