@@ -164,7 +164,7 @@ def _check_own(backend: Any, name: str, stages: int) -> None:
     """Of a class that is not Quire's."""
     if not callable(backend):
         raise ConfigError(
-            f"distributed_executor_backend {name!r} is no class of executors, but {backend!r:.100}",
+            f"distributed_executor_backend {name!r} is not a class of executors, but {backend!r:.100}",
             param="distributed_executor_backend",
             value=name,
         )
