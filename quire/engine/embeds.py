@@ -52,10 +52,10 @@ def media_of(embeds: Any, *, width: int, most: int, keep: int | None = None) -> 
                          param="prompt_embeds")  # fmt: skip
     first = 0 if keep is None else max(0, shape[0] - keep)
     row = width * _SIZES[tensor.dtype]
-    kept = tensor.data[first * row :]
-    if not are_finite(kept, tensor.dtype):
+    numbers = tensor.data[first * row :]
+    if not are_finite(numbers, tensor.dtype):
         raise InputError("prompt_embeds must be finite numbers, and it has NaN or infinity", param="prompt_embeds")
-    return tuple(_pieces(kept, shape[0] - first, width, tensor.dtype))
+    return tuple(_pieces(numbers, shape[0] - first, width, tensor.dtype))
 
 
 def _check_shape(shape: tuple[int, ...], width: int) -> None:

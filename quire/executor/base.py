@@ -164,11 +164,11 @@ def _check_own(backend: Any, name: str, stages: int) -> None:
     """Of a class that is not Quire's."""
     if not callable(backend):
         raise ConfigError(
-            f"distributed_executor_backend {name!r} is no class of executors, but {backend!r:.100}",
+            f"distributed_executor_backend {name!r} is not a class of executors, but {backend!r:.100}",
             param="distributed_executor_backend",
             value=name,
         )
-    if stages > 1 and not getattr(backend, "supports_pp", False):
+    if stages > 1 and not (hasattr(backend, "supports_pp") and backend.supports_pp):
         raise ConfigError(
             f"pipeline_parallel_size={stages}: the executor {name!r} does not say that it has stages "
             "(supports_pp = True)",

@@ -33,7 +33,11 @@ def is_embeds(value: Any, width: int | None) -> bool:
     if isinstance(value, Mapping):
         return any(str(key).endswith("_embeds") for key in value)
     shape = shape_of(value)
-    return len(shape) == 2 and shape[-1] == width and "float" in str(getattr(value, "dtype", ""))
+    return len(shape) == 2 and shape[-1] == width and _is_float(value)
+
+
+def _is_float(value: Any) -> bool:
+    return hasattr(value, "dtype") and "float" in str(value.dtype)
 
 
 def split(value: Any, width: int | None) -> list[Any] | None:
@@ -46,7 +50,7 @@ def split(value: Any, width: int | None) -> list[Any] | None:
             for i in range(num)
         ]
     shape = shape_of(value)
-    if len(shape) == 3 and shape[-1] == width and "float" in str(getattr(value, "dtype", "")):
+    if len(shape) == 3 and shape[-1] == width and _is_float(value):
         return [value[index] for index in range(shape[0])]
     return None
 

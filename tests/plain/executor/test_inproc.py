@@ -52,7 +52,7 @@ def test_backends_by_name_and_by_path():
         make_executor(config("no.such:Executor"))
     with pytest.raises(ConfigError, match="'carrier_pigeon'"):
         make_executor(config("carrier_pigeon"))
-    with pytest.raises(ConfigError, match=r"'tests\.fake_engine:VOCAB' is no class of executors, but"):
+    with pytest.raises(ConfigError, match=r"'tests\.fake_engine:VOCAB' is not a class of executors, but"):
         make_executor(config("tests.fake_engine:VOCAB"))
 
 
