@@ -27,7 +27,7 @@ from quire.llm.progress import Progress
 from quire.llm.verbs import verb
 from quire.observe.reader import Metric
 from quire.schema.adapters import LoRARequest
-from quire.schema.errors import InputError, NotBuiltError, make_each, named_prompts
+from quire.schema.errors import InputError, NotBuiltError, QuireError, make_each, name_prompt
 from quire.schema.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -127,7 +127,7 @@ class LLM:
                 places[request_id] = len(places)
                 yield self._prepare(prompt, final[id(one)], own, request_id)
 
-        with named_prompts(places, len(prompts)):
+        try:
             if len(prompts) == 1 or not self.llm_engine.front.inputs.takes_media:
                 return self._run(list(prepared(prompts)), use_tqdm)
             from quire.llm.media_ahead import MediaAhead  # lazy
@@ -135,6 +135,9 @@ class LLM:
             ahead: MediaAhead = MediaAhead(self.llm_engine.front.inputs, prompts)
             with closing(ahead):
                 return self._run([], use_tqdm, _PromptsAhead(prepared(ahead), ahead, len(prompts)))
+        except QuireError as failed:
+            name_prompt(failed, places, len(prompts))
+            raise
 
     def _resolve_each(self, params: Sequence[SamplingParams]) -> dict[int, ResolvedParams]:
         """By identity: what several prompts share is checked and sent once."""

@@ -18,7 +18,7 @@ from quire.base.registry import load
 from quire.engine.adapters import pair_adapters
 from quire.engine.inputs import Options
 from quire.llm.scoring import check_scoring, cosine, cross_prompts, floats, join_parts, max_sim, pair_up, texts_of
-from quire.schema.errors import InputError, named_prompts
+from quire.schema.errors import InputError, QuireError, name_prompt
 from quire.schema.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -71,8 +71,12 @@ class PoolingCalls:
         ids = [str(next(self._ids)) for _ in prompts]
         ahead = TextsAhead(self._front, ids, prompts, params, adapters, options, self._step)
         places = {} if made is None else {name: place for place, name in enumerate(ids)}  # {}: not the caller's prompts
-        with no_collections(), named_prompts(places, len(ids)), ahead as coming:
-            return self._run([], use_tqdm, coming, made)  # what is made stays until the call ends
+        try:
+            with no_collections(), ahead as coming:
+                return self._run([], use_tqdm, coming, made)  # what is made stays until the call ends
+        except QuireError as failed:
+            name_prompt(failed, places, len(ids))
+            raise
 
     def _params(self, params: Params, count: int, task: str | None, keep: int | None) -> list[PoolingParams]:
         if params is None or isinstance(params, PoolingParams):

@@ -7,8 +7,7 @@ an error is rendered in a dialect. `status` is only a number the server reads.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from quire.base.distribution import install
@@ -157,15 +156,10 @@ def make_each(name: str, items: Sequence[Item], make: Callable[[Item], Made]) ->
     return made
 
 
-@contextmanager
-def named_prompts(places: Mapping[str, int], total: int) -> Iterator[None]:
-    """An error about one of `total` requests, whose places have their ids, names the prompt."""
-    try:
-        yield
-    except QuireError as failed:
-        if total > 1 and failed.request_id in places:
-            failed.at(f"prompts[{places[failed.request_id]}]")
-        raise
+def name_prompt(failed: QuireError, places: Mapping[str, int], total: int) -> None:
+    """If it is about one of `total` requests, whose places have their ids."""
+    if total > 1 and failed.request_id in places:
+        failed.at(f"prompts[{places[failed.request_id]}]")
 
 
 # ---- over a wire: an error is its kind and its message ------------------------------------------------------------

@@ -62,9 +62,9 @@ def _no_password() -> str:
 
 def _why(wrong: Exception, options: ServerConfig) -> str:
     """In terms of the files: OpenSSL's own words name none."""
-    asked = [("ssl_certfile", _CERTIFICATE, "certificate"), ("ssl_keyfile", _KEY, "private key"),
+    files = [("ssl_certfile", _CERTIFICATE, "certificate"), ("ssl_keyfile", _KEY, "private key"),
              ("ssl_ca_certs", _CERTIFICATE, "certificate")]  # fmt: skip
-    for option, mark, what in asked:
+    for option, mark, what in files:
         if (path := getattr(options, option)) is None:
             continue
         if not os.path.isfile(path):
@@ -73,7 +73,7 @@ def _why(wrong: Exception, options: ServerConfig) -> str:
             return f"{option} {path!r} holds no {what} in PEM form"
     if options.ssl_keyfile is None and not _contains(options.ssl_certfile or "", _KEY):
         return f"ssl_certfile {options.ssl_certfile!r} holds no private key: name its file with ssl_keyfile"
-    names = [path for option, _, _ in asked if (path := getattr(options, option))]
+    names = [path for option, _, _ in files if (path := getattr(options, option))]
     words = wrong.args[-1] if wrong.args else str(wrong)
     return f"{words} (files: {', '.join(names)})"
 
