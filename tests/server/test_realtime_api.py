@@ -522,16 +522,16 @@ def test_a_client_that_goes_takes_its_request_with_it(server: Live, monkeypatch:
 
 def test_a_request_that_the_engine_ends(server: Live, client: Client, tiny: TinyWhisper) -> None:
     """The utterance fails, and the session hears the next one."""
-    client.send(COMMIT, append(LONG))
+    client.send(append(LONG), COMMIT)
     client.until("transcription.delta")
     server.loop.call_soon_threadsafe(server.engine.end_all, ShutdownError("it is over"))
     event = client.next()
     while event["type"] == "transcription.delta":
         event = client.next()
-    if event["type"] == "error":  # unless the clip was done by then
+    if event["type"] == "error":  # unless all of it was heard by then
         assert "it is over" in event["error"] and event["code"] == "transcription_failed"
     else:
-        client.send(FINAL)
+        assert event["type"] == "transcription.done"
     client.send(append(SHORT), FINAL)
     expected = heard(tiny, SHORT)
     while client.next().get("text") != expected:
