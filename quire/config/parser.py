@@ -178,6 +178,16 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 FOLDED = "\u200b"  # description that marks a group as folded in help; compared by identity
 
 
+def _loader_class() -> Any:
+    """YAML's safe one, in which a date is text as any other value without a type of JSON: it may be a name."""
+    safe = load("yaml:SafeLoader")
+    resolvers = {
+        first: [(tag, form) for tag, form in pairs if tag != "tag:yaml.org,2002:timestamp"]
+        for first, pairs in safe.yaml_implicit_resolvers.items()
+    }
+    return type("OptionLoader", (safe,), {"yaml_implicit_resolvers": resolvers})
+
+
 class _OptionFile:
     """`--config file.yaml`: its values become defaults for one parse."""
 
@@ -226,7 +236,7 @@ class _OptionFile:
         loader = None
         try:
             with open(path, encoding="utf-8") as file:
-                loader = load("yaml:SafeLoader")(file)
+                loader = _loader_class()(file)
                 root = loader.get_single_node()
                 content = None if root is None else loader.construct_document(root)
         except OSError as wrong:
@@ -261,7 +271,7 @@ class _OptionFile:
             return self._one_value(action, value)
         except argparse.ArgumentError as wrong:
             self.parser.error(f"--config {path}: {wrong}")
-        except (TypeError, ValueError) as wrong:  # a date, a list that holds itself
+        except (TypeError, ValueError) as wrong:  # bytes, a list that holds itself
             self.parser.error(f"--config {path}: {key} holds what is not JSON ({wrong}); put text in quotes")
 
     def _one_value(self, action: argparse.Action, value: Any) -> Any:

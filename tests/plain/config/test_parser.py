@@ -254,8 +254,9 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
         ("max-num-seqs: 4\nmax_num_seqs: 8", "'max_num_seqs' is the same option as 'max-num-seqs'"),
         ("enforce-eager: true\nno-enforce-eager: true", "'no-enforce-eager' is the same option as 'enforce-eager'"),
         ("help: true", "there is no option 'help'"),
-        ("seed: 2026-01-01", "seed holds what is not JSON (Object of type date is not JSON serializable)"),
-        ("hf-overrides: {a: 2026-01-01}", "hf-overrides holds what is not JSON"),
+        ("seed: 2026-01-01", "invalid int value: '2026-01-01'"),
+        ("seed: !!binary aGk=", "seed holds what is not JSON (Object of type bytes is not JSON serializable)"),
+        ("hf-overrides: {a: !!binary aGk=}", "hf-overrides holds what is not JSON"),
         ("hf-overrides: &x [*x]", "hf-overrides holds what is not JSON (Circular reference"),
     ],
 )
@@ -271,6 +272,13 @@ def test_a_negated_option_in_a_file_negates(parser: FlexibleArgumentParser, tmp_
         path = write(tmp_path, f"no-enable-prefix-caching: {str(value).lower()}\nno_enforce_eager: false")
         found = parser.parse_args(["--config", path])
         assert (found.enable_prefix_caching, found.enforce_eager) == (not value, True)
+
+
+def test_a_date_in_a_file_is_text(parser: FlexibleArgumentParser, tmp_path: Path) -> None:
+    found = parser.parse_args(
+        ["--config", write(tmp_path, "served-model-name: 2026-01-01\nhf-overrides: {a: 2026-01-01}")]
+    )
+    assert found.served_model_name == ["2026-01-01"] and found.hf_overrides == {"a": "2026-01-01"}
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])
