@@ -175,6 +175,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return f" (did you mean {', '.join(hints)}?)" if hints else ""
 
 
+# What PyYAML raises beside its own errors: `!!int x`, `!!bool x`, `!!timestamp x`, 5,000 digits, 2,000 brackets.
+_NOT_OF_ITS_TYPE = (ValueError, KeyError, AttributeError, TypeError, IndexError, RecursionError)
 FOLDED = "\u200b"  # description that marks a group as folded in help; compared by identity
 
 
@@ -243,6 +245,8 @@ class _OptionFile:
             error(f"--config {path}: {wrong.strerror}")
         except (load("yaml:YAMLError"), UnicodeDecodeError) as wrong:
             error(f"--config {path}: not readable as YAML: {wrong}")
+        except _NOT_OF_ITS_TYPE as wrong:
+            error(f"--config {path}: a value is not of the type that the file says, or nested too deep ({wrong!r})")
         finally:
             if loader is not None:
                 loader.dispose()
@@ -252,8 +256,8 @@ class _OptionFile:
             error(f"--config {path}: expected a mapping of option names to values, got {type(content).__name__}")
         if len(root.value) == len(content):
             return list(content.items())
-        names = [key.value for key, _ in root.value]
-        twice = next(name for name in names if names.count(name) > 1)
+        names = [str(key.value) for key, _ in root.value]
+        twice = next((name for name in names if names.count(name) > 1), names[-1])  # 1 and 1.0 are one key, too
         error(f"--config {path}: {twice!r} is given twice; name each option once")
 
     def _value(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:

@@ -14,7 +14,7 @@ from websockets.frames import Frame
 MESSAGE_BYTES = 1 << 20
 MOST_FRAGMENTS = 256  # of a message
 _POLICY = 1008
-_LINGER_SECONDS = 2.0  # after a failure, for the client to read why
+_LINGER_SECONDS = 10.0  # after a failure, for the client to read why; clients wait that long for the end of a handshake
 SETTINGS = {  # of uvicorn
     "ws_max_size": MESSAGE_BYTES,
     "ws_per_message_deflate": False,

@@ -258,6 +258,12 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
         ("seed: !!binary aGk=", "seed holds what is not JSON (Object of type bytes is not JSON serializable)"),
         ("hf-overrides: {a: !!binary aGk=}", "hf-overrides holds what is not JSON"),
         ("hf-overrides: &x [*x]", "hf-overrides holds what is not JSON (Circular reference"),
+        ("seed: !!int many", "a value is not of the type that the file says"),
+        ("enforce-eager: !!bool maybe", "a value is not of the type that the file says"),
+        ("seed: !!timestamp soon", "a value is not of the type that the file says"),
+        pytest.param("seed: " + "9" * 5000, "a value is not of the type", id="5,000 digits"),
+        pytest.param("hf-overrides: " + "[" * 5000 + "]" * 5000, "nested too deep", id="5,000 brackets"),
+        ("1: a\n1.0: b", "'1.0' is given twice"),
     ],
 )
 def test_wrong_files(
