@@ -403,7 +403,8 @@ ENGINE_START_TIMEOUT_S = Variable(
 )
 WORKER_TIMEOUT_S = Variable(
     "WORKER_TIMEOUT_S", 10.0, _seconds_or_never,
-    "Seconds without a sign of life after which a worker process is taken to hang, and its engine ends; 0: never.",
+    "Seconds without a sign of life after which a worker process is taken to hang, and its engine ends. A worker, "
+    "engine or API process that stands still (stopped by a signal or a debugger) is killed after a second. 0: neither.",
 )  # fmt: skip
 EXECUTE_MODEL_TIMEOUT_SECONDS = Variable(
     "EXECUTE_MODEL_TIMEOUT_SECONDS", 300.0, _seconds_or_never,

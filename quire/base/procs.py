@@ -4,6 +4,7 @@ The child is a fresh interpreter, not a fork: it does not run the parent's main 
 `if __name__ == "__main__"`. Its standard input is the parent's end of its life: the boot bytes come through it, and
 when it closes, the parent is gone and the child leaves. Ctrl-C and SIGTERM, which may be sent to all of a group, belong
 to the parent alone; STACKS makes any child write what its threads are doing to its standard error, even a stuck one.
+A child that stands still (standstill.py) is killed, and counts as dead whether or not the system can end it.
 Must not know what the child does.
 """
 
@@ -19,13 +20,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO
 
 from quire.base import env, registry
+from quire.base.clock import now
 from quire.base.collector import no_collections
 from quire.base.standard_streams import open_missing
+from quire.base.standstill import LIMIT_S, ProcessWatch, Standstill
 
 _BACKGROUND = (
     "import os; os.nice({nice}); import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -42,6 +46,45 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _LENGTH_BYTES = 8
 PARENT_GONE = 70  # exit code of a child whose parent vanished
 STACKS = signal.SIGUSR2
+_DEATH_S = 0.1  # after which a child that was killed counts as dead although it is not gone
+
+
+class _Fate:
+    """What becomes of a child, for all its threads; nothing of it may keep the Child alive."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.name, self.process = name, process
+        self.dead = threading.Event()
+        self.standstill: Standstill | None = None  # that it was killed for
+        self.watcher: threading.Thread | None = None
+        self.limit = min(LIMIT_S, env.WORKER_TIMEOUT_S.get())  # of a standstill; 0: it may last
+
+    @property
+    def exit_code(self) -> int | None:
+        code, still = self.process.returncode, self.standstill
+        if code is not None or still is None:
+            return code
+        return -signal.SIGKILL if still.exit_code is None else still.exit_code  # as it will be
+
+    def words(self) -> str:
+        who, code, still = f"{self.name} (process {self.process.pid})", self.exit_code, self.standstill
+        if still is not None and still.exit_code is None and code == -signal.SIGKILL:
+            off = "not with QUIRE_WORKER_TIMEOUT_S=0"
+            return f"{who} has been {still.what} for {self.limit:.1f} s, and was killed ({off})"
+        return f"{who} {_in_words(code)}"
+
+
+def _in_words(code: int | None) -> str:
+    if code is None:
+        return "is still running"
+    if code >= 0:
+        return f"left with exit code {code}"
+    try:
+        word = signal.Signals(-code).name
+    except ValueError:
+        word = f"signal {-code}"
+    hint = "; the system kills so when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {word}{hint}"
 
 
 class Child:
@@ -57,6 +100,7 @@ class Child:
         keep: tuple[int, ...] = (),
         early: str = "",
         keep_env: str | tuple[str, ...] = "",
+        before_kill: Callable[[str], None] | None = None,
     ) -> None:
         """`target` ('module:function') is called in the child with `boot`, or with what `send_boot` sends later.
 
@@ -64,6 +108,7 @@ class Child:
         `keep`: descriptors that the child has too, under the same numbers.
         `early`: a module that the child imports while it waits for its boot bytes.
         `keep_env`: variables that begin so are handed on, secrets or not; of all others those that are none.
+        `before_kill`: is told why, before a child that stands still is killed.
         """
         self.name = name
         code = _ENTER.format(path=sys.path, target=target, litter=litter, early=early)
@@ -75,9 +120,11 @@ class Child:
                 env=env.without_secrets(keep=keep_env),
             )
         self.notice, closing = os.pipe()
-        self._watch = threading.Thread(target=_watch, args=(self._process, closing), name=f"watch {name}", daemon=True)
-        self._watch.start()
-        self._finalizer = weakref.finalize(self, _end, self._process, self._watch, self.notice, os.getpid())
+        self._fate = _Fate(name, self._process)
+        args = self._fate, closing, before_kill
+        self._fate.watcher = threading.Thread(target=_watch, args=args, name=f"watch {name}", daemon=True)
+        self._fate.watcher.start()
+        self._finalizer = weakref.finalize(self, _end, self._fate, self.notice, os.getpid())
         if boot is not None:
             self.send_boot(boot)
 
@@ -94,42 +141,30 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return self._watch.is_alive()
+        return not self._fate.dead.is_set()
 
     def wait(self, timeout: float) -> bool:
         """True once it has died."""
-        self._watch.join(timeout)
-        return not self._watch.is_alive()
+        return self._fate.dead.wait(timeout)
 
     @property
     def exit_code(self) -> int | None:
         """None while it lives; negative for a signal."""
-        return self._process.returncode
+        return self._fate.exit_code
 
     def signal(self, number: signal.Signals) -> None:
         """Does nothing once it is dead."""
         self._process.send_signal(number)
 
     def why_dead(self) -> str:
-        """How it ended, in words: exit code or signal."""
-        self._watch.join(1.0)
-        code = self._process.returncode
-        who = f"{self.name} (process {self.pid})"
-        if code is None:
-            return f"{who} is still running"
-        if code >= 0:
-            return f"{who} left with exit code {code}"
-        try:
-            word = signal.Signals(-code).name
-        except ValueError:
-            word = f"signal {-code}"
-        hint = "; the system kills so when memory runs out" if -code == signal.SIGKILL else ""
-        return f"{who} was killed by {word}{hint}"
+        """How it ended, in words: exit code, signal or standstill."""
+        self._fate.dead.wait(1.0)
+        return self._fate.words()
 
     def stop(self, patience: float) -> None:
         """Wait `patience` seconds for it to leave by itself, then make it. `notice` stays open until `close`."""
         self.wait(patience)
-        _make_leave(self._process, self._watch)
+        _make_leave(self._fate)
 
     def close(self) -> None:
         """Stop it, and give the descriptors back: nobody may be waiting for `notice` any more."""
@@ -214,24 +249,61 @@ def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
     return process.stdin
 
 
-def _watch(process: subprocess.Popen[bytes], closing: int) -> None:
-    process.wait()
-    os.close(closing)
+def _watch(fate: _Fate, closing: int, before_kill: Callable[[str], None] | None) -> None:
+    """The root of a thread: until the child is gone. Its parent hears of its death no later than that."""
+    try:
+        if fate.limit > 0:
+            _end_standstill(fate, before_kill)
+        if fate.standstill is None:
+            fate.process.wait()
+    finally:
+        fate.dead.set()
+        os.close(closing)
+    fate.process.wait()  # the system may take its time, or wait for a debugger
 
 
-def _end(process: subprocess.Popen[bytes], watch: threading.Thread, notice: int, parent: int) -> None:
+def _end_standstill(fate: _Fate, before_kill: Callable[[str], None] | None) -> None:
+    """Returns when the child has ended, was killed, or nothing can be known of it."""
+    try:
+        watch = ProcessWatch(fate.process.pid)
+    except OSError:  # another system, or an older one
+        return
+    try:
+        fate.standstill = watch.await_standstill(fate.limit)
+        if fate.standstill is None:
+            return
+        if before_kill is not None:
+            before_kill(fate.words())
+        watch.kill()
+        if watch.has_ended(_DEATH_S):
+            _reap(fate.process, _DEATH_S)
+    finally:
+        watch.close()
+
+
+def _reap(process: subprocess.Popen[bytes], patience: float) -> None:
+    """A debugger may keep a child that has ended."""
+    until = now() + patience
+    while process.poll() is None and now() < until:
+        time.sleep(0.001)
+
+
+def _end(fate: _Fate, notice: int, parent: int) -> None:
     """Runs at most once, also when the parent's interpreter ends."""
     if os.getpid() != parent:  # a fork of the parent ends; the child is not its own
         return
-    _make_leave(process, watch)
+    _make_leave(fate)
     os.close(notice)
 
 
-def _make_leave(process: subprocess.Popen[bytes], watch: threading.Thread) -> None:
+def _make_leave(fate: _Fate) -> None:
     """Let go, then force."""
     with contextlib.suppress(BrokenPipeError):
-        _stdin(process).close()  # the child leaves when it sees this
-    watch.join(3.0)
-    if watch.is_alive():
-        process.kill()
-        watch.join(10.0)
+        _stdin(fate.process).close()  # the child leaves when it sees this
+    if threading.current_thread() is fate.watcher:  # the collector has come to a lost Child there
+        fate.process.kill()
+        return
+    if not fate.dead.wait(3.0):
+        fate.process.kill()
+    if fate.watcher is not None:
+        fate.watcher.join(10.0)  # it is gone, with what it held

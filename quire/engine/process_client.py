@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -82,7 +83,10 @@ def begin_engine(*, shared: bool = False, name: str = "the engine") -> Begun:
     folder = private_folder()
     life, child_end = os.pipe() if shared else (-1, -1)
     keep = (child_end,) if shared else ()
-    child = Child(MAIN, None, name=name, litter=folder, keep=keep, early=EARLY, keep_env=_KEPT)
+    child = Child(
+        MAIN, None, name=name, litter=folder, keep=keep, early=EARLY, keep_env=_KEPT,
+        before_kill=partial(write_end, folder),
+    )  # fmt: skip
     if shared:
         os.close(child_end)
     return Begun(folder, life, child)
@@ -238,7 +242,8 @@ class _Elsewhere:
 
 
 def write_end(folder: str, reason: str) -> None:
-    """Why an engine that is on another machine is gone, for clients that only see that it is. Before the notice."""
+    """Why an engine is gone that is on another machine or stood still, for clients that only see that it is. Before the
+    notice."""
     with contextlib.suppress(OSError), open(os.path.join(folder, _END), "w", encoding="utf-8") as file:
         file.write(reason)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,9 +134,13 @@ def test_a_single_rank_sums_over_itself_if_asked(folder: Path, monkeypatch: pyte
     assert backend == "gloo" and count == 2 * 4 and graphs == 0
 
 
-@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "gloo"])
-def test_a_killed_rank_fails_every_request_and_is_named(
-    shared: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shared", "number"),
+    [("1", signal.SIGKILL), ("0", signal.SIGKILL), ("1", signal.SIGSTOP)],
+    ids=["shared", "gloo", "stopped"],
+)
+def test_a_lost_rank_fails_every_request_and_is_named(
+    shared: str, number: signal.Signals, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the engine in this process; tests/server/test_ranks_server.py has it in one of its own."""
     monkeypatch.setenv("QUIRE_SHARED_SUMS", shared)
@@ -159,12 +164,13 @@ def test_a_killed_rank_fails_every_request_and_is_named(
         asking = [asyncio.create_task(ask(f"request {i}")) for i in range(3)]
         await asyncio.wait_for(begun.wait(), 60)
         pids = await llm.collective_rpc("tests.rank_probe:pid_of")
-        os.kill(pids[1], signal.SIGKILL)
-        killed = time.monotonic()
+        os.kill(pids[1], number)
+        lost = time.monotonic()
         told = await asyncio.wait_for(asyncio.gather(*asking), 60)
-        assert time.monotonic() - killed < 2.0
+        assert number == signal.SIGSTOP or time.monotonic() - lost < 2.0
+        how = "was killed by SIGKILL" if number == signal.SIGKILL else "has been stopped by a signal for 1.0 s"
         for said in told:
-            assert f"engine is dead: worker 1 (process {pids[1]}) was killed by SIGKILL" in said
+            assert f"engine is dead: worker 1 (process {pids[1]}) {how}" in said
         with pytest.raises(EngineDeadError, match="worker 1"):
             async for _ in llm.generate("again", SamplingParams(), "later"):
                 pass
@@ -176,6 +182,33 @@ def test_a_killed_rank_fails_every_request_and_is_named(
         assert all(map(gone, pids))
 
     asyncio.run(scene())
+
+
+def test_ranks_that_are_stopped_for_a_moment_go_on(two: LLM) -> None:
+    """Each again and again, while the other waits for it."""
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    ask = lambda: [one.outputs[0].token_ids for one in two.generate(PROMPTS, params, use_tqdm=False)]  # noqa: E731
+    expected, pids, answers = ask(), pids_of(two), list[Any]()
+    over = threading.Event()
+
+    def go_on() -> None:
+        try:
+            while not over.is_set():
+                answers.append(ask())
+        except EngineDeadError as dead:
+            answers.append(str(dead))
+
+    asking = threading.Thread(target=go_on)
+    asking.start()
+    try:
+        for pid in pids * 3:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.4)
+            os.kill(pid, signal.SIGCONT)
+    finally:
+        over.set()
+        asking.join(60)
+    assert answers and all(answer == expected for answer in answers), answers[-1]
 
 
 def test_a_rank_that_never_comes_to_a_sum_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

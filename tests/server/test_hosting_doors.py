@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -553,6 +554,12 @@ def test_two_api_processes_give_the_same_answers_and_survive_each_other(tmp_path
             one.join(60)
         done = [one for one in lost if isinstance(one, httpx.Response)]
         assert len(done) == left and all(one.json()["choices"][0]["finish_reason"] == "abort" for one in done)
+        (stopped,) = {*before} - {victim}
+        os.kill(stopped, signal.SIGSTOP)
+        server.wait_for_line(
+            rf"API process \d \(process {stopped}\) has been stopped by a signal.*another takes its place"
+        )
+        wait_until(lambda: len(server.api_pids()) == 2 and stopped not in server.api_pids())
         assert server.complete("abc", 5).json()["choices"][0]["text"] == "abcab"
         server.signal(15)
         assert server.wait() == 0

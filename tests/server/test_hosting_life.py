@@ -143,8 +143,15 @@ def test_a_second_signal_does_not_wait(tmp_path):
         wait_until(lambda: not os.path.exists(f"/proc/{engine}"))
 
 
-@pytest.mark.parametrize("count", ["1", "2"])
-def test_kill_9_of_the_engine_under_load(tmp_path, count):
+@pytest.mark.parametrize(
+    ("count", "number", "words"),
+    [
+        ("1", signal.SIGKILL, "was killed by SIGKILL"),
+        ("2", signal.SIGKILL, "was killed by SIGKILL"),
+        ("2", signal.SIGSTOP, "has been stopped by a signal for 1.0 s, and was killed"),
+    ],
+)
+def test_the_engine_is_killed_or_stopped_under_load(tmp_path, count, number, words):
     """Every open request gets an error long before its end, and the server leaves with a status that is not 0."""
     with hosted(tmp_path, "--api-server-count", count) as server:
         streams = begin(server, 24, sleep=0.1)
@@ -155,16 +162,18 @@ def test_kill_9_of_the_engine_under_load(tmp_path, count):
             one.start()
         wait_until(lambda: num_in_engine(server) == len(streams) + len(asking))  # one that comes later finds nobody
         killed = time.monotonic()
-        os.kill(server.engine_pid, signal.SIGKILL)
+        os.kill(server.engine_pid, number)
         for stream in streams:
             stream.finish()
             assert stream.ended_at - killed < 30  # all tokens of 28 requests would take minutes
             assert stream.error and "engine is dead" in stream.error["message"], stream.events[-3:]
+            if number == signal.SIGSTOP or count == "1":  # in the words of whoever watches the engine
+                assert words in stream.error["message"]
         for one in asking:
             one.join(60)
         assert [answer.status_code for answer in answers] == [503] * 4
         assert server.wait(60) == 1
-        assert "SIGKILL" in server.lines[-1], server.log  # the cause, below what is logged while it stops
+        assert words in server.lines[-1], server.log  # the cause, below what is logged while it stops
 
 
 def num_in_engine(server: Hosted) -> int:
@@ -228,7 +237,8 @@ def test_an_engine_that_is_stuck_is_not_healthy_and_its_stacks_are_in_the_log(tm
 
 
 def test_an_engine_that_is_frozen_while_idle_is_not_healthy_either(tmp_path):
-    with hosted(tmp_path, "--engine-stall-timeout", "0.5") as server:
+    """Where nobody ends an engine that stands still."""
+    with hosted(tmp_path, "--engine-stall-timeout", "0.5", env={"QUIRE_WORKER_TIMEOUT_S": "0"}) as server:
         pid = server.engine_pid
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -49,9 +49,16 @@ class Reader(threading.Thread):
 
 
 @pytest.mark.parametrize(
-    ("flag", "name"), [("--tensor-parallel-size", "worker 1"), ("-pp", "worker 1, pipeline stage 1")]
+    ("flag", "name", "number"),
+    [
+        ("--tensor-parallel-size", "worker 1", signal.SIGKILL),
+        ("--tensor-parallel-size", "worker 1", signal.SIGSTOP),
+        ("-pp", "worker 1, pipeline stage 1", signal.SIGKILL),
+    ],
 )
-def test_two_ranks_serve_and_a_killed_one_ends_the_server(flag: str, name: str, tmp_path: Path) -> None:
+def test_two_ranks_serve_and_a_lost_one_ends_the_server(
+    flag: str, name: str, number: signal.Signals, tmp_path: Path
+) -> None:
     make_tiny("LlamaForCausalLM", tmp_path)
     flags = (flag, "2", "--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "200")
     with hosted(None, str(tmp_path), *flags, "--max-model-len", "256", fake=False) as server:
@@ -63,13 +70,13 @@ def test_two_ranks_serve_and_a_killed_one_ends_the_server(flag: str, name: str, 
         readers = [Reader(server) for _ in range(3)]
         for reader in readers:
             assert reader.begun.wait(60)
-        os.kill(workers[1], signal.SIGKILL)
-        killed = time.monotonic()
+        os.kill(workers[1], number)
+        lost = time.monotonic()
+        how = "was killed by SIGKILL" if number == signal.SIGKILL else "has been stopped by a signal for 1.0 s"
         for reader in readers:
             reader.join(60)
-            assert reader.ended - killed < 2.0
-            said = f"engine is dead: {name} (process {workers[1]}) was killed by SIGKILL"
-            assert said in reader.error, reader.error
+            assert f"engine is dead: {name} (process {workers[1]}) {how}" in reader.error, reader.error
+            assert number == signal.SIGSTOP or reader.ended - lost < 2.0
         assert server.wait(60) == 1
         assert "worker 1" in server.log
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (engine, *workers)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import stat
@@ -260,12 +261,50 @@ def test_how_a_child_died_is_said(code, words, capfd):
     started.stop(0.0)
 
 
-def test_a_child_that_will_not_leave_is_made_to():
+def test_a_child_that_will_not_leave_is_made_to(monkeypatch):
+    monkeypatch.setenv("QUIRE_WORKER_TIMEOUT_S", "0")  # nobody else does
+    env.forget_all()
     started = child("import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); time.sleep(600)")
     _wait_until(lambda: _state(started.pid) == "T")
     began = time.monotonic()
     started.stop(0.1)
     assert "SIGKILL" in started.why_dead() and time.monotonic() - began < 60
+
+
+def test_a_child_that_is_stopped_is_killed_and_its_parent_told_why():
+    told = queue.SimpleQueue()
+    started = Child("builtins:exec", b"import time; time.sleep(600)", name="a child", before_kill=told.put)
+    os.kill(started.pid, signal.SIGSTOP)
+    why = f"a child (process {started.pid}) has been stopped by a signal for 1.0 s, and was killed"
+    assert told.get(timeout=60).startswith(why)
+    assert os.read(started.notice, 1) == b""
+    assert started.why_dead().startswith(why) and started.exit_code == -signal.SIGKILL and not started.alive
+    started.close()
+    assert not os.path.exists(f"/proc/{started.pid}")
+
+
+def test_a_child_that_is_stopped_again_and_again_goes_on():
+    """For longer than the limit in all, and never for so long at once."""
+    code = "import os, time; began = time.monotonic()\nwhile time.monotonic() < began + 2.5: pass\nos._exit(7)"
+    started = child(code)
+    for _ in range(8):
+        os.kill(started.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        os.kill(started.pid, signal.SIGCONT)
+        time.sleep(0.02)
+    assert started.wait(60.0) and "exit code 7" in started.why_dead()
+    started.close()
+
+
+def test_a_child_that_cannot_be_killed_counts_as_dead(monkeypatch):
+    """As one that a driver holds inside of the kernel."""
+    monkeypatch.setattr("quire.base.procs.ProcessWatch.kill", lambda watch: None)
+    started = child("import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); os._exit(3)")
+    assert started.wait(60.0) and "has been stopped by a signal" in started.why_dead()
+    assert started.exit_code == -signal.SIGKILL and _state(started.pid) == "T"
+    os.kill(started.pid, signal.SIGCONT)
+    started.close()
+    assert "left with exit code 3" in started.why_dead()  # what is known by now
 
 
 def test_ctrl_c_is_the_parents(tmp_path):
