@@ -89,11 +89,13 @@ def test_what_is_no_plain_array(llava: MediaInputs, form: str) -> None:
     for read, shape in ((read_image, (6, 8, 3)), (read_video, (4, 6, 8, 3)), (read_audio, (200,))):
         with pytest.raises(InputError, match=said):
             read(made(torch.rand(shape)))
+    with pytest.raises(InputError, match=said):
+        load(llava, {"image": [made(torch.rand(6, 8, 3))]})
     vectors = torch.rand(3, HIDDEN)
-    given = [made(torch.rand(6, 8, 3)), made(vectors)]
+    given = [made(vectors), made(vectors[None])]
     if form != "quantized":  # torch has none of bfloat16
         given.append(made(vectors.bfloat16()))
     for one in given:
-        for value in ([one], {"image_embeds": one}):
+        for value in ([one], {"image_embeds": one}, {"image_embeds": [one, vectors]}):
             with pytest.raises(InputError, match=said):
                 load(llava, {"image": value})
