@@ -46,7 +46,7 @@ def is_embeds(value: Any, width: int | None) -> bool:
     if isinstance(value, Mapping):
         return any(str(key).endswith("_embeds") for key in value)
     shape = shape_of(value)
-    return len(shape) in (2, 3) and shape[-1] == width and "float" in str(getattr(value, "dtype", ""))
+    return len(shape) in (2, 3) and shape[-1] == width and hasattr(value, "dtype") and "float" in str(value.dtype)
 
 
 def given_embeds(
@@ -75,15 +75,15 @@ def given_embeds(
 def _by_item(rows: Mapping[str, Sequence[Sequence[float]]]) -> list[Numbers]:
     lengths = {name: len(several) for name, several in rows.items()}
     if len(set(lengths.values())) > 1:
-        said = ", ".join(f"{name} is of {num} items" for name, num in lengths.items())
-        raise _wrong(f"what comes with embeddings differs in number: {said}")
+        each = ", ".join(f"{name} is of {num} items" for name, num in lengths.items())
+        raise _wrong(f"what comes with embeddings differs in number: {each}")
     return [
         {name: several[index] for name, several in rows.items()} for index in range(max(lengths.values(), default=0))
     ]
 
 
-def embeds_item(given: GivenEmbeds, modality: str, family: Family, options: Mapping[str, Any]) -> ProcessedItem:
-    data = given.vectors if isinstance(given.vectors, ArrayData) else _array_data(given.vectors)
+def embeds_item(item: GivenEmbeds, modality: str, family: Family, options: Mapping[str, Any]) -> ProcessedItem:
+    data = item.vectors if isinstance(item.vectors, ArrayData) else _array_data(item.vectors)
     if len(data.shape) == 3:
         data = ArrayData(data.shape[1:], data.dtype, data.data)
     if data.dtype not in _SIZES:
@@ -92,11 +92,11 @@ def embeds_item(given: GivenEmbeds, modality: str, family: Family, options: Mapp
         raise _wrong(f"media embeddings of shape {list(data.shape)} and {data.dtype} have {len(data.data)} bytes")
     if not are_finite(data.data, data.dtype):
         raise _wrong("media embeddings must be finite numbers")
-    if given.numbers:
-        text, arrays = family.lay_out_embeds(modality, given.numbers, options)
+    if item.numbers:
+        text, arrays = family.lay_out_embeds(modality, item.numbers, options)
     else:
-        text, arrays = family.embeds_text(modality, given.num), {}
-    return ProcessedItem({ARRAY: data, **arrays}, text, given.num)
+        text, arrays = family.embeds_text(modality, item.num), {}
+    return ProcessedItem({ARRAY: data, **arrays}, text, item.num)
 
 
 def are_finite(data: bytes, dtype: str) -> bool:

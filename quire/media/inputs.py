@@ -451,17 +451,17 @@ class _ItemJob:
         owner.cache.put(key, item)
         return _item_of(item, key)
 
-    def _embeds(self, given: GivenEmbeds, uuid: str | None) -> LoadedItem:
+    def _embeds(self, value: GivenEmbeds, uuid: str | None) -> LoadedItem:
         """Only what has a name is kept: there is nothing to compute again."""
         owner = self.owner
         key = "" if uuid is None else self._key(b"uuid", uuid.encode())
         if uuid is not None and (known := owner.cache.get(key)) is not None:
             return _item_of(known, key)
-        item = embeds_item(given, self.modality, owner.family, self.settings)
+        item = embeds_item(value, self.modality, owner.family, self.settings)
         if uuid is not None:
             owner.cache.put(key, item)
             return _item_of(item, key)
-        array, beside = item.arrays[ARRAY], msgspec.json.encode(given.numbers, order="sorted")
+        array, beside = item.arrays[ARRAY], msgspec.json.encode(value.numbers, order="sorted")
         return LoadedItem(item, self._key(b"embeds", array.dtype.encode(), array.data, beside))
 
     def _recall(self, uuid: str | None) -> LoadedItem:

@@ -62,6 +62,7 @@ class Given:
     """A model, one item of it, and what transformers makes of that."""
 
     def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
         self.model, self.modality = write_model(name, folder), "video" if name.endswith("video") else "image"
         sharpen(self.model)
         self.model.save_pretrained(folder)
