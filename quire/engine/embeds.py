@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
-from quire.engine.torch_tensor import DenseTensor, read_tensor
+from quire.engine.torch_tensor import FLOATS, NUMBERS, DenseTensor, read_tensor
 from quire.media.arrays import shape_of
 from quire.media.embeds import are_finite
 from quire.schema.errors import InputError
@@ -26,20 +26,29 @@ _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FORM = "one vector for each token, [tokens, {width}], of float32, float16 or bfloat16"
 
 
-def decode_embeds(text: str, *, width: int, most: int) -> DenseTensor:
+def decode_embeds(
+    text: str, *, width: int, most: int, name: str = "prompt_embeds", param: str = "prompt_embeds"
+) -> DenseTensor:
     """base64 of what torch.save wrote; `most` vectors of `width` numbers at most."""
-    longest = most * width * 4 + (1 << 16)  # bytes: the file has little besides its numbers
+    return _decoded(text, most * width, 3, FLOATS, name, param)
+
+
+def decode_numbers(text: str, *, most: int, name: str, param: str) -> DenseTensor:
+    """As decode_embeds, of `most` numbers that say something of embeddings."""
+    return _decoded(text, most, 2, NUMBERS, name, param)
+
+
+def _decoded(text: str, most: int, most_dims: int, dtypes: Sequence[str], name: str, param: str) -> DenseTensor:
+    longest = most * (4 if dtypes is FLOATS else 8) + (1 << 16)  # bytes: the file has little besides its numbers
     if len(text) * 3 // 4 > longest:
         raise InputError(
-            f"prompt_embeds has {len(text)} characters; {most} vectors of {width} numbers need no more than "
-            f"{longest * 4 // 3}",
-            param="prompt_embeds",
+            f"{name} has {len(text)} characters; {most} numbers need no more than {longest * 4 // 3}", param=param
         )
     try:
         content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as wrong:
-        raise InputError(f"prompt_embeds is not base64: {wrong}", param="prompt_embeds") from None
-    return read_tensor(content, most_dims=3, most_items=most * width)
+        raise InputError(f"{name} is not base64: {wrong}", param=param) from None
+    return read_tensor(content, most_dims=most_dims, most_items=most, dtypes=dtypes, name=name, param=param)
 
 
 def media_of(embeds: Any, *, width: int, most: int, keep: int | None = None) -> tuple[MediaItem, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.schema.errors import InputError
+from quire.schema.media import ArrayData
 
 
 def as_array(value: Any) -> Any:
@@ -48,6 +49,17 @@ def shape_of(value: Any, param: str = "multi_modal_data") -> tuple[int, ...]:
         return ()
     except RuntimeError as wrong:  # of a nested tensor: each of its parts has a shape
         raise _refused(value, wrong, param) from None
+
+
+def cut(value: Any, start: int, end: int) -> Any:
+    """From one place of the first dimension to another."""
+    if isinstance(value, ArrayData):
+        row = len(value.data) // max(value.shape[0], 1)
+        return ArrayData((end - start, *value.shape[1:]), value.dtype, value.data[start * row : end * row])
+    try:
+        return value[start:end]
+    except (RuntimeError, TypeError, IndexError) as wrong:  # of a sparse or nested tensor
+        raise _refused(value, wrong) from None
 
 
 def _refused(value: Any, wrong: Exception, param: str = "multi_modal_data") -> InputError:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Any
 
 from quire.media.families.base import ProcessedItem
+from quire.schema.media import ArrayData
 
 
 class ProcessorCache:
@@ -29,7 +31,7 @@ class ProcessorCache:
             return entry[0]
 
     def put(self, key: str, item: ProcessedItem) -> None:
-        size = sum(array.nbytes for array in item.arrays.values()) + len(item.text) + len(key) + 512
+        size = sum(map(_num_bytes, item.arrays.values())) + len(item.text) + len(key) + 512
         if size > self.max_bytes:
             return
         with self._lock:
@@ -50,3 +52,7 @@ class ProcessorCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _num_bytes(array: Any) -> int:
+    return len(array.data) if isinstance(array, ArrayData) else int(array.nbytes)

@@ -20,7 +20,7 @@ import msgspec
 
 from quire.media.arrays import shape_of
 from quire.media.cache import ProcessorCache
-from quire.media.embeds import ARRAY, embeds_item, is_embeds, split
+from quire.media.embeds import ARRAY, GivenEmbeds, embeds_item, given_embeds, is_embeds
 from quire.media.expand import TextEncoder, begun, expand_ids, expand_text, find_places, order_of, text_of
 from quire.media.families import family_name, make_family
 from quire.media.families.base import BESIDE, TOKENS, Family, ProcessedItem, array_data
@@ -59,7 +59,6 @@ class MediaRef:
 class LoadedItem(NamedTuple):
     item: ProcessedItem
     key: str
-    is_embeds: bool = False
     sent: Mapping[str, ArrayData] | None = None  # its arrays as they go to an engine; None: not made yet
 
 
@@ -96,7 +95,7 @@ class MediaInputs:
         self.family, self.sources, self.options, self.name = family, sources, options, name
         self.modalities = tuple(one for one in family.placeholders if one in modalities)
         self.max_vectors = max_vectors  # of all items of a prompt
-        self.hidden_size = hidden_size  # of the language model
+        self.embeds_width = None if hidden_size is None else family.embeds_width(hidden_size)
         self.cache = _cache(options)
         family.video_pruning_rate = options.video_pruning_rate or 0.0
         self.workers = workers or MediaWorkers()
@@ -131,15 +130,15 @@ class MediaInputs:
         salt: str | None = None,
     ) -> dict[str, list[Future[LoadedItem]]]:
         """Begin. Limits are checked before anything is read."""
-        listed = self._listed(media)
-        self.check_counts({modality: len(values) for modality, values in listed.items()})
-        named = self._uuids(uuids, listed)
         own_settings = _mapping(processor_options, "mm_processor_kwargs")
         _check_request(own_settings)
         engine_settings = self.options.mm_processor_kwargs or {}
+        settings = {**engine_settings, **own_settings}
+        listed = self._listed(media, settings)
+        self.check_counts({modality: len(values) for modality, values in listed.items()})
+        named = self._uuids(uuids, listed)
         for modality in listed:
             self.family.check_request(modality, own_settings, engine_settings)
-        settings = {**engine_settings, **own_settings}
         io = self._io_options(io_options)
         jobs: list[Callable[[], LoadedItem]] = []
         tally = _Tally(self.max_vectors)
@@ -188,7 +187,7 @@ class MediaInputs:
         count = int(value.get("count", DEFAULT_LIMIT)) if isinstance(value, dict) else value
         return min(count, self.family.most_items.get(modality, count))
 
-    def _listed(self, media: Mapping[str, Any] | None) -> dict[str, list[Any]]:
+    def _listed(self, media: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, list[Any]]:
         listed: dict[str, list[Any]] = {}
         for modality, value in _mapping(media, "multi_modal_data").items():
             if modality not in MODALITIES:
@@ -200,10 +199,24 @@ class MediaInputs:
                 raise InputError(
                     f"this model takes {', '.join(self.modalities)} and no {modality}", param="multi_modal_data"
                 )
-            values = split(value, self.hidden_size) or _items_of(modality, value)
+            several = _items_of(modality, value)
+            self.check_counts({modality: len(several)})
+            values = [item for one in several for item in self._given(modality, one, settings)]
             if values:
                 listed[modality] = values
         return listed
+
+    def _given(self, modality: str, value: Any, settings: Mapping[str, Any]) -> Sequence[Any]:
+        """Items that embeddings are of; anything else is one item."""
+        if not is_embeds(value, self.embeds_width):
+            return [value]
+        if not self.options.enable_mm_embeds:
+            raise InputError(
+                f"{modality} embeddings are accepted only if the engine was started with enable_mm_embeds=True "
+                "(--enable-mm-embeds)",
+                param="multi_modal_data",
+            )
+        return given_embeds(value, modality, self.family, self.embeds_width, settings, self.max_vectors)
 
     def _uuids(self, uuids: Mapping[str, Any] | None, listed: Mapping[str, list[Any]]) -> dict[str, list[str | None]]:
         names = _mapping(uuids, "multi_modal_uuids")
@@ -411,8 +424,8 @@ class _ItemJob:
         owner = self.owner
         if value is None:
             return self._recall(uuid)
-        if is_embeds(value, owner.hidden_size):
-            return self._embeds(value)
+        if isinstance(value, GivenEmbeds):
+            return self._embeds(value, uuid)
         data = None
         if isinstance(value, MediaRef):
             data = value.data if value.data is not None else owner.sources.read(value.url or "", self.modality)
@@ -438,17 +451,18 @@ class _ItemJob:
         owner.cache.put(key, item)
         return _item_of(item, key)
 
-    def _embeds(self, value: Any) -> LoadedItem:
+    def _embeds(self, value: GivenEmbeds, uuid: str | None) -> LoadedItem:
+        """Only what has a name is kept: there is nothing to compute again."""
         owner = self.owner
-        if not owner.options.enable_mm_embeds:
-            raise InputError(
-                f"{self.modality} embeddings are accepted only if the engine was started with enable_mm_embeds=True "
-                "(--enable-mm-embeds)",
-                param="multi_modal_data",
-            )
-        item = embeds_item(value, self.modality, owner.family, owner.hidden_size)
-        array = item.arrays[ARRAY]
-        return LoadedItem(item, self._key(b"embeds", array.dtype.encode(), array.data), is_embeds=True)
+        key = "" if uuid is None else self._key(b"uuid", uuid.encode())
+        if uuid is not None and (known := owner.cache.get(key)) is not None:
+            return _item_of(known, key)
+        item = embeds_item(value, self.modality, owner.family, self.settings)
+        if uuid is not None:
+            owner.cache.put(key, item)
+            return _item_of(item, key)
+        array, beside = item.arrays[ARRAY], msgspec.json.encode(value.numbers, order="sorted")
+        return LoadedItem(item, self._key(b"embeds", array.dtype.encode(), array.data, beside))
 
     def _recall(self, uuid: str | None) -> LoadedItem:
         if uuid is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.media.embeds import EmbedsRef
+from quire.media.embeds import EmbedsPart
 from quire.media.families.base import Family
 from quire.media.inputs import MediaRef
 from quire.media.sources import read_base64
@@ -131,10 +131,12 @@ def _input_audio(value: Any, where: str) -> MediaRef | None:
 
 
 def _embeds(value: Any, kind: str, where: str, is_local: bool) -> Any:
-    if value is None or isinstance(value, EmbedsRef):
+    if value is None or isinstance(value, EmbedsPart):
         return value
+    if is_local and isinstance(value, Mapping):
+        return EmbedsPart(value)
     if is_local and (hasattr(value, "shape") or isinstance(value, list)):
-        return {kind: value}
+        return EmbedsPart({kind: value})
     raise InputError(f"{where} has a part of type {kind!r} whose data cannot be read: {value!r:.60}", param="messages")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.llm.online import LONG_TEXT
-from quire.media.embeds import EmbedsRef
+from quire.media.embeds import MOST_NUMBERS, EmbedsPart
 from quire.media.parts import collect, has_media
 from quire.schema.errors import InputError
 from quire.schema.media import ArrayData
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quire.server.route import HttpCall
 
 _EMBEDS = ("image_embeds", "audio_embeds", "video_embeds")
-
+_MOST_FIELDS = 8  # of a part
 
 __all__ = ["has_media", "media_token_ids", "take_media"]
 
@@ -35,7 +35,7 @@ def take_media(model: ServedModel, request: ChatRequest) -> tuple[ChatRequest, P
     media = inputs.media
     if not media.options.enable_mm_embeds:
         _refuse_embeds(request.messages)
-    messages = [_with_embeds(message, inputs.max_model_len, media.hidden_size or 0) for message in request.messages]
+    messages = [_with_embeds(message, inputs.max_model_len, media.embeds_width or 0) for message in request.messages]
     collected = collect(messages, media.family, is_local=False)
     media.check_counts({modality: len(items) for modality, items in collected.items.items()})
     prompt = Prompt(
@@ -68,16 +68,28 @@ def _with_embeds(message: Any, most: int, width: int) -> Any:
 
 
 def _decoded(part: Any, most: int, width: int) -> Any:
+    """Their text alone, or by name with what stands beside it."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _EMBEDS or part.get(kind) is None:
         return part
-    text = part[kind]
-    if not isinstance(text, str):
-        raise InputError(f"{kind} must be a tensor as torch.save writes it, in base64", param="messages")
-    from quire.engine.embeds import decode_embeds  # lazy
+    fields = part[kind] if isinstance(part[kind], Mapping) else {kind: part[kind]}
+    if len(fields) > _MOST_FIELDS:
+        raise InputError(f"{kind} has {len(fields)} fields; the limit is {_MOST_FIELDS}", param="messages")
+    return {**part, kind: EmbedsPart({name: _array(kind, name, fields[name], most, width) for name in fields})}
 
-    tensor = decode_embeds(text, width=width, most=most)
-    return {**part, kind: EmbedsRef(ArrayData(tensor.shape, tensor.dtype, tensor.data))}
+
+def _array(kind: str, name: str, value: Any, most: int, width: int) -> Any:
+    from quire.engine.embeds import decode_embeds, decode_numbers  # lazy
+
+    if name != kind:
+        if not isinstance(value, str):
+            return value
+        tensor = decode_numbers(value, most=MOST_NUMBERS, name=f"{name:.60}", param="messages")
+    elif isinstance(value, str):
+        tensor = decode_embeds(value, width=width, most=most, name=kind, param="messages")
+    else:
+        raise InputError(f"{kind} must be a tensor as torch.save writes it, in base64", param="messages")
+    return ArrayData(tensor.shape, tensor.dtype, tensor.data)
 
 
 async def media_token_ids(call: HttpCall, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from quire.media.images import read_image
 from quire.media.inputs import MediaInputs
 from quire.media.video import read_video
 from quire.schema.errors import InputError
+from tests.plain.media.test_media_embeds import WIDTH
+from tests.plain.media.test_media_embeds import inputs as grid_inputs
 from tests.plain.media.test_media_inputs import HIDDEN, inputs, load
 
 PIXELS = np.random.default_rng(3).integers(0, 256, (5, 40, 30, 3), np.uint8)
@@ -89,11 +91,48 @@ def test_what_is_no_plain_array(llava: MediaInputs, form: str) -> None:
     for read, shape in ((read_image, (6, 8, 3)), (read_video, (4, 6, 8, 3)), (read_audio, (200,))):
         with pytest.raises(InputError, match=said):
             read(made(torch.rand(shape)))
+    with pytest.raises(InputError, match=said):
+        load(llava, {"image": [made(torch.rand(6, 8, 3))]})
     vectors = torch.rand(3, HIDDEN)
-    given = [made(torch.rand(6, 8, 3)), made(vectors)]
+    given = [made(vectors), made(vectors[None])]
     if form != "quantized":  # torch has none of bfloat16
         given.append(made(vectors.bfloat16()))
     for one in given:
-        for value in ([one], {"image_embeds": one}):
+        for value in ([one], {"image_embeds": one}, {"image_embeds": [one, vectors]}):
             with pytest.raises(InputError, match=said):
                 load(llava, {"image": value})
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[MediaInputs]:
+    made = grid_inputs()
+    yield made
+    made.close()
+
+
+def test_vectors_and_grids_that_are_views(qwen: MediaInputs) -> None:
+    """Numbers are those that a tensor shows, wherever they lie."""
+    whole = torch.randn(16, 2 * WIDTH, generator=torch.Generator().manual_seed(6))
+    grid = torch.tensor([[9, 9, 9, 9], [1, 7, 4, 7], [1, 7, 8, 7], [9, 9, 9, 9]])[1:3, [0, 2, 2]].T.contiguous().T
+    for vectors in (whole[::2, ::2], whole.T[::2, ::2].T, whole[:8, 6:].requires_grad_(), whole[:8, :6].neg(),
+                    whole.flip(0)[:8, -6:], torch.nn.Parameter(whole[3:11, 2:8])):  # fmt: skip
+        items = load(qwen, {"image": {"image_embeds": vectors, "image_grid_thw": [[1, 4, 4], [1, 2, 8]]}})
+        bytes_ = b"".join(one.item.arrays["embeds"].data for one in items.items["image"])
+        assert bytes_ == vectors.detach().numpy().tobytes()
+        one_each = {"image_embeds": vectors[:4], "image_grid_thw": grid[:1]}
+        (one,) = load(qwen, {"image": one_each}).items["image"]
+        assert one.item.arrays["image_grid_thw"].tolist() == [[1, 4, 4]]
+    wide = torch.zeros(1).expand(1 << 40, WIDTH)
+    with pytest.raises(InputError, match=f"has {1 << 40} vectors"):
+        load(qwen, {"image": {"image_embeds": wide, "image_grid_thw": [1, 4, 4]}})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_grids_that_are_no_plain_array(qwen: MediaInputs, form: str) -> None:
+    grid, vectors = torch.tensor([[1, 4, 4]]), torch.zeros(4, WIDTH)
+    made = FORMS[form](grid.float() if form in ("quantized", "8 bits") else grid)
+    for value in (made, [made]):
+        with pytest.raises(InputError, match=r"cannot be read|must be numbers"):
+            load(qwen, {"image": {"image_embeds": vectors, "image_grid_thw": value}})
+    with pytest.raises(InputError, match=r"cannot be read|must be numbers|has the shape"):
+        load(qwen, {"image": {"image_embeds": FORMS[form](vectors), "image_grid_thw": grid}})

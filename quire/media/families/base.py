@@ -6,7 +6,7 @@ Must not know: where items come from, tokenizers, positions in a prompt.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.media.settings import ProcessorFiles, Settings
@@ -26,6 +26,33 @@ class ProcessedItem(NamedTuple):
     arrays: dict[str, Any]  # numpy's, or ArrayData
     text: str
     num_vectors: int
+
+
+Numbers = Mapping[str, Sequence[float]]  # of one item, by name
+
+
+class Beside(NamedTuple):
+    """Numbers that come with embeddings given in place of an item."""
+
+    num: int  # of each item; 0: any number
+    high: float
+    is_whole: bool = True  # and at least 1; else not negative
+    is_optional: bool = False
+
+    def check(self, name: str, numbers: Sequence[float]) -> None:
+        if self.num and len(numbers) != self.num:
+            raise InputError(
+                f"{name} has {len(numbers)} numbers for an item; expected {self.num}", param="multi_modal_data"
+            )
+        for one in numbers:
+            if self.is_whole and (not isinstance(one, int) or not 1 <= one <= self.high):
+                raise InputError(
+                    f"{name} has {one!r:.60}; expected whole numbers from 1 to {self.high}", param="multi_modal_data"
+                )
+            if not 0 <= one <= self.high:
+                raise InputError(
+                    f"{name} has {one!r:.60}; expected numbers from 0 to {self.high}", param="multi_modal_data"
+                )
 
 
 def array_data(array: Any) -> ArrayData:
@@ -58,6 +85,7 @@ class Family(abc.ABC):
     prunes_video = False  # vectors of a video may be left out
     video_pruning_rate = 0.0  # as many of them
     items_first = False  # items stand before the text, wherever a prompt names them, and also if it names none
+    beside_embeds: Mapping[str, Mapping[str, Beside]] = {}  # by modality and name: what its layout follows
     begins_text = False  # a prompt with items begins with the token that begins texts, or else the one that ends them
 
     def __init__(self, files: ProcessorFiles) -> None:
@@ -79,8 +107,20 @@ class Family(abc.ABC):
         """The text of an item with this number (from 0) among those of its modality."""
         return text
 
+    def embeds_width(self, hidden_size: int) -> int:
+        """Of a vector that is given, by that of the language model."""
+        return hidden_size
+
+    def count_embeds(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> int:
+        """Vectors of an item that has these numbers `beside_embeds`."""
+        raise NotImplementedError
+
+    def lay_out_embeds(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """What stands for as many vectors as `count_embeds` says, and the arrays that positions follow."""
+        raise NotImplementedError
+
     def embeds_text(self, modality: str, num: int) -> str:
-        """What stands for so many vectors that were given in place of an item."""
+        """What stands for so many vectors that were given in place of an item, where there is nothing beside them."""
         raise InputError(f"this model takes no embeddings of {modality} items", param="multi_modal_data")
 
     def lay_out(self, text: str) -> str:

@@ -3,14 +3,24 @@ two; and models that take images in nearly the same way (VideoLLaMA 3, PaddleOCR
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
-from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, FamilyByModality, ProcessedItem
+from quire.media.families.base import (
+    BICUBIC,
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    Beside,
+    FamilyByModality,
+    Numbers,
+    ProcessedItem,
+)
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.media.video import Video
+from quire.schema.errors import InputError
 from quire.schema.media import KEPT
 
 if TYPE_CHECKING:
@@ -35,6 +45,16 @@ FPS = 24.0  # of a video that does not say
 _MOST_DEPTH = 4  # frames that are merged in time: the pixels of an image are repeated as often
 
 
+_GRID = Beside(3, high=1 << 20)
+_SECONDS = Beside(1, high=1 << 16, is_whole=False, is_optional=True)
+_TIMES = Beside(0, high=1 << 20, is_whole=False)
+TIMED: Mapping[str, Mapping[str, Beside]] = {
+    "image": {"image_grid_thw": _GRID},
+    "video": {"video_grid_thw": _GRID, "timestamps": _TIMES},
+}
+_LONGEST = 1 << 20  # seconds of a video
+
+
 def geometry(settings: Settings) -> tuple[int, int, int]:
     """Pixels of a patch, patches along a side of what is merged, and frames."""
     patch, merge = settings.whole("patch_size", high=1024), settings.whole("merge_size", high=64)
@@ -47,6 +67,10 @@ class Qwen2VL(FamilyByModality):
     video_edges = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
     steps = STEPS
     prunes_video = True
+    beside_embeds: Mapping[str, Mapping[str, Beside]] = {
+        "image": {"image_grid_thw": _GRID},
+        "video": {"video_grid_thw": _GRID, "second_per_grid_ts": _SECONDS},
+    }
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -90,7 +114,7 @@ class Qwen2VL(FamilyByModality):
         if self.prunes_video and self.video_pruning_rate:
             numbers = pixels.least_changed(bytes_, patch * merge, depth, self.video_pruning_rate)
             return ProcessedItem(arrays | {KEPT: numbers}, self.placeholders["video"] * len(numbers), len(numbers))
-        return ProcessedItem(arrays, self._video_text(video, grid[0], each, depth), grid[0] * each)
+        return ProcessedItem(arrays, self._video_text(self._times(video, grid[0], depth), each), grid[0] * each)
 
     def _used_fps(self, video: Video) -> float:
         """Frames per second of the frames that are used."""
@@ -98,8 +122,47 @@ class Qwen2VL(FamilyByModality):
             return 2.0
         return video.fps * len(video.frames) / max(video.total, 1)
 
-    def _video_text(self, video: Video, num: int, each: int, depth: int) -> str:
-        return self.placeholders["video"] * (num * each)
+    def _times(self, video: Video, num: int, depth: int) -> Sequence[float]:
+        """Of as many frames as are left after merging."""
+        return [0.0] * num
+
+    def _video_text(self, times: Sequence[float], each: int) -> str:
+        return self.placeholders["video"] * (len(times) * each)
+
+    def count_embeds(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> int:
+        name = f"{modality}_grid_thw"
+        frames, height, width = map(int, numbers[name])
+        _, merge, _ = geometry(self._own[modality].over(options))
+        if height % merge or width % merge:
+            raise InputError(
+                f"{name} has {height} x {width} patches, of which {merge} x {merge} are merged",
+                param="multi_modal_data",
+            )
+        if "timestamps" in numbers and len(numbers["timestamps"]) != frames:
+            raise InputError(
+                f"timestamps has {len(numbers['timestamps'])} numbers, and {name} has {frames} frames",
+                param="multi_modal_data",
+            )
+        seconds = numbers.get("second_per_grid_ts", [0])[0]
+        if frames * seconds > _LONGEST:
+            raise InputError(
+                f"second_per_grid_ts is {seconds!r:.60}: a video of {frames} times as many seconds is longer than "
+                f"{_LONGEST}",
+                param="multi_modal_data",
+            )
+        return frames * height * width // merge**2
+
+    def lay_out_embeds(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        import numpy as np  # lazy
+
+        name = f"{modality}_grid_thw"
+        num, frames = self.count_embeds(modality, numbers, options), int(numbers[name][0])
+        arrays = {name: np.array([numbers[name]], np.int64)}
+        if "second_per_grid_ts" in numbers:
+            arrays["second_per_grid_ts"] = np.array(numbers["second_per_grid_ts"], np.float32)
+        if modality == "image":
+            return self.placeholders["image"] * num, arrays
+        return self._video_text(numbers.get("timestamps", [0.0] * frames), num // frames), arrays
 
     def _limits(self, settings: Settings) -> tuple[int, int]:
         edges = settings.edges("size")
@@ -135,6 +198,7 @@ class Qwen3VL(Qwen2VL):
     """Each pair of a video's frames has its time before it."""
 
     prunes_video = False
+    beside_embeds = TIMED
     image_edges = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
     video_edges = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
     steps = {**STEPS, "patch_size": 16, "image_mean": HALF, "image_std": HALF}
@@ -147,15 +211,20 @@ class Qwen3VL(Qwen2VL):
         fewest, most = self._limits(settings)
         return pixels.rounded_size(size, patch * merge, fewest, most, frames=frames, group=depth)
 
-    def _video_text(self, video: Video, num: int, each: int, depth: int) -> str:
+    def embeds_width(self, hidden_size: int) -> int:
+        """With the vectors that are added after the first layers, behind those of the embedding."""
+        levels = self.files.vision.get("deepstack_visual_indexes") or ()
+        return hidden_size * (1 + len(levels))
+
+    def _times(self, video: Video, num: int, depth: int) -> Sequence[float]:
         indices = list(video.indices)
         indices += indices[-1:] * (-len(indices) % depth)
         times = [index / (video.fps or FPS) for index in indices]
-        text = ""
-        for place in range(num):
-            time = (times[place * depth] + times[place * depth + depth - 1]) / 2
-            text += f"<{time:.1f} seconds><|vision_start|>{self.placeholders['video'] * each}<|vision_end|>"
-        return text
+        return [(times[place * depth] + times[place * depth + depth - 1]) / 2 for place in range(num)]
+
+    def _video_text(self, times: Sequence[float], each: int) -> str:
+        frame = f"<|vision_start|>{self.placeholders['video'] * each}<|vision_end|>"
+        return "".join(f"<{time:.1f} seconds>{frame}" for time in times)
 
 
 class VideoLlama3(Qwen2VL):

@@ -233,7 +233,7 @@ def test_embeddings(made: list[MediaInputs]) -> None:
         load(made[0], {"image": {"image_embeds": vectors[:, :5]}})
     with pytest.raises(InputError, match="finite"):
         load(made[0], {"image": [vectors * np.nan]})
-    with pytest.raises(InputError, match="only image_embeds alone"):
+    with pytest.raises(InputError, match="with 'image_grid_thw': this model takes image_embeds"):
         load(made[0], {"image": {"image_embeds": vectors, "image_grid_thw": 1}})
 
 

@@ -1,0 +1,161 @@
+"""Media given as the vectors that transformers' encoder makes of them, with the grids that their positions follow: the
+words that transformers says of the items themselves, in steps of every size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer
+
+from quire import LLM, SamplingParams
+from quire.sched.gates import TokenBudget
+from tests.media.test_joined import CASES, NUM, text, write_model
+from tests.media.test_pixels_oracle import picture
+from tests.media.tokens import SPECIAL
+
+FRAMES = [picture(100, 40), picture(100, 40).rotate(180), picture(100, 40)]
+ITEMS: dict[str, Any] = {"image": picture(50, 90), "video": FRAMES}
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 2, "enable_mm_embeds": True}
+
+
+def qwen2_5_vl(vocab: Tokenizer) -> Any:
+    """Positions of a video follow its seconds."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    return tf.Qwen2_5_VLConfig(
+        vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4,
+                           patch_size=14, window_size=56, fullatt_block_indexes=[1], tokens_per_second=4),
+        text_config=text(vocab, rope_parameters=rope), image_token_id=vocab.token_to_id("<|image_pad|>"),
+        video_token_id=vocab.token_to_id("<|video_pad|>"), vision_start_token_id=vocab.token_to_id("<|vision_start|>"),
+        vision_end_token_id=vocab.token_to_id("<|vision_end|>"), tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def further_cases() -> Any:
+    own = {
+        "qwen2.5 vl": (qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration", *CASES["qwen2 vl"][2:]),
+        "qwen2.5 vl, video": (qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration", *CASES["qwen2 vl, video"][2:]),
+        "qwen3 vl": (*CASES["qwen3 vl, video"][:4], "<|vision_start|><|image_pad|><|vision_end|>"),
+    }
+    CASES.update(own)
+    yield
+    for name in own:
+        del CASES[name]
+
+
+def sharpen(model: Any) -> None:
+    """Random weights are so small that it would hardly matter where vectors stand, or what they are."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight.mul_(8)
+            elif name.endswith(("v_proj.weight", "o_proj.weight")) or ("visual" in name and weight.ndim > 1):
+                weight.mul_(3)
+
+
+class Given:
+    """A model, one item of it, and what transformers makes of that."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
+        self.model, self.modality = write_model(name, folder), "video" if name.endswith("video") else "image"
+        sharpen(self.model)
+        self.model.save_pretrained(folder)
+        self.vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.special = [self.vocab.token_to_id(one) for one in SPECIAL]
+        self.params = SamplingParams(
+            temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1, logit_bias=dict.fromkeys(self.special, -100.0)
+        )
+        self.text = f"USER: {CASES[name][-1]}\nWhat is shown?"
+        self.llm = LLM(str(folder), **ENGINE)
+
+    def ask(self, value: Any, words: str = "", **more: Any) -> Any:
+        prompt = {"prompt": words or self.text, "multi_modal_data": {self.modality: value}, **more}
+        (output,) = self.llm.generate(prompt, self.params, use_tqdm=False)
+        return output
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        media = self.llm.llm_engine.front.inputs.media
+        (one,) = media.loaded(media.load({self.modality: ITEMS[self.modality]})).items[self.modality]
+        return {key: torch.from_numpy(np.array(array)) for key, array in one.item.arrays.items()}
+
+    def vectors(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+        name = {"image": "pixel_values", "video": "pixel_values_videos"}[self.modality]
+        encode = getattr(self.model.model, f"get_{self.modality}_features")
+        with torch.no_grad():
+            made = encode(arrays[name], arrays[f"{self.modality}_grid_thw"])
+        parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
+        return torch.cat([torch.cat(list(one)) if isinstance(one, (list, tuple)) else one for one in parts], -1)
+
+    def expected(self, ids: list[int], arrays: dict[str, torch.Tensor]) -> list[int]:
+        """What transformers answers."""
+        prompt = torch.tensor([ids])
+        is_media = torch.zeros_like(prompt, dtype=torch.bool)
+        for token in (f"<|{self.modality}_pad|>", "<|image|>"):
+            is_media |= prompt == (self.vocab.token_to_id(token) or -1)
+        inputs = arrays | {"mm_token_type_ids": is_media.long() * (2 if self.modality == "video" else 1)}
+        if "Qwen2_5" not in type(self.model).__name__:
+            inputs.pop("second_per_grid_ts", None)
+        with torch.no_grad():
+            made = self.model.generate(
+                prompt, **inputs, max_new_tokens=NUM, min_new_tokens=NUM, do_sample=False, suppress_tokens=self.special
+            )
+        answer: list[int] = made[0, len(ids) :].tolist()
+        return answer
+
+    def in_steps_of(self, size: int) -> None:
+        loop: Any = self.llm.llm_engine.front.client.loop
+        budget = next(gate for gate in loop.scheduler.planner.gates if isinstance(gate, TokenBudget))
+        budget.most = size
+        self.llm.reset_prefix_cache()
+
+
+def first_logprob(output: Any) -> float:
+    said = output.outputs[0]
+    return float(said.logprobs[0][said.token_ids[0]].logprob)
+
+
+def timed(given: Given, arrays: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What stands beside the vectors of an item: its grid, and of a video its times."""
+    beside: dict[str, Any] = {name: arrays[name] for name in arrays if name.endswith("grid_thw")}
+    if "second_per_grid_ts" in arrays and "Qwen2_5" in type(given.model).__name__:
+        beside["second_per_grid_ts"] = arrays["second_per_grid_ts"]
+    if given.modality == "video" and "Qwen2" not in type(given.model).__name__:
+        # three frames at 24 a second, two and two; the last one stands for a fourth
+        is_glm = "Glm" in type(given.model).__name__
+        beside["timestamps"] = [0 / 24, 2 / 24] if is_glm else [(0 + 1) / 48, (2 + 2) / 48]
+    return beside
+
+
+GRIDS = ("qwen2 vl", "qwen2 vl, video", "qwen2.5 vl", "qwen2.5 vl, video", "qwen3 vl", "qwen3 vl, video", "glm 4.1v",
+         "glm 4.1v, video")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_vectors_with_their_grid_say_what_the_item_says(name: str, tmp_path: Path) -> None:
+    given = Given(name, tmp_path)
+    with given.llm:
+        arrays = given.arrays()
+        vectors, beside, kind = given.vectors(arrays), timed(given, arrays), f"{given.modality}_embeds"
+        shown = given.ask(ITEMS[given.modality])
+        expected = given.expected(shown.prompt_token_ids, arrays)
+        assert list(shown.outputs[0].token_ids) == expected
+        for size in (2048, 7, 1):
+            given.in_steps_of(size)
+            output = given.ask({kind: vectors, **beside})
+            assert output.prompt_token_ids == shown.prompt_token_ids
+            assert list(output.outputs[0].token_ids) == expected, f"in steps of {size}"
+            assert first_logprob(output) == pytest.approx(first_logprob(shown), abs=1e-4)
+        given.in_steps_of(2048)
+        grid = next(one for one in beside if one.endswith("grid_thw"))
+        turned = beside | {grid: beside[grid][:, [0, 2, 1]]}
+        assert abs(first_logprob(given.ask({kind: vectors, **turned})) - first_logprob(shown)) > 1e-3
+        if "second_per_grid_ts" in beside:
+            later = beside | {"second_per_grid_ts": 20.0}
+            assert abs(first_logprob(given.ask({kind: vectors, **later})) - first_logprob(shown)) > 1e-3
+        assert abs(first_logprob(given.ask({kind: -vectors, **beside})) - first_logprob(shown)) > 1e-3
