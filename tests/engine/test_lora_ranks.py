@@ -44,6 +44,23 @@ def test_two_ranks(both: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arch", "engines"),
+    [("LlamaForCausalLM", 1), pytest.param("Qwen3MoeForCausalLM", 2, marks=pytest.mark.long)],  # eight processes
+)
+def test_ranks_in_stages(arch: str, engines: int, tmp_path: Path) -> None:
+    """Ranks sum within their stage; of several engines, each has whole experts among its own ranks."""
+    model = make_tiny(arch, tmp_path / "model")
+    adapters = write_both(model, tmp_path)
+    options = dict(tensor_parallel_size=2, pipeline_parallel_size=2, fully_sharded_loras=True)
+    if engines > 1:
+        options |= dict(data_parallel_size=engines, enable_expert_parallel=True)
+    with start(tmp_path / "model", **options) as llm:
+        for _ in range(engines):
+            check_like_merged(llm, model, adapters, different=3)
+        assert llm.collective_rpc("tests.rank_probe:cuts_adapters") == [True] * 4 * engines
+
+
+@pytest.mark.parametrize(
     "more",
     [{}, {"enable_eplb": True, "eplb_config": {"step_interval": 2, "num_redundant_experts": 1}}],
     ids=["placed", "moving"],
