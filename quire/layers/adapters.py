@@ -19,7 +19,6 @@ from torch import Tensor
 from quire.ops.linear import linear
 from quire.ops.lora import (
     AdapterRows,
-    AdapterShards,
     AddedLowRank,
     LowRank,
     LowRankPiece,
@@ -28,9 +27,9 @@ from quire.ops.lora import (
     TablePiece,
     add_low_rank,
     add_pieces,
-    add_sharded_pieces,
     most_columns,
 )
+from quire.ops.lora_shards import AdapterShards, ShardedStacks, add_sharded_pieces, add_sharded_stacks
 from quire.ops.op import Kernels
 from quire.quant.experts import StoredExperts
 
@@ -68,15 +67,27 @@ class LinearAdapters:
         self.step, self.low, self.shards = step, LowRank(num_slots, like.dtype), shards
         self.is_used = False  # some slot has something here
         self.was_used = False  # the same, now or before: what is captured once stays good when slots change
-        self._linear, self._device = kernels.of(linear), kernels.device
-        if kernels.device.type != "cpu" and shards is None:
+        self.sharded_stacks: ShardedStacks | None = None  # None: there are no shards, or steps may wait for the device
+        self._linear, self._add = kernels.of(linear), kernels.of(add_low_rank)
+        if kernels.device.type != "cpu" and shards is not None:
+            self.set_up_shards(layer, rank, like)
+        elif kernels.device.type != "cpu":
             as_columns = num_slots * rank <= kernels.of(most_columns)()
             self.low.set_up_stacks(layer.parts.values(), layer.in_size, rank, like, as_columns=as_columns)
-        self._add = kernels.of(add_low_rank)
+
+    def set_up_shards(self, layer: Linear, rank: int, like: Tensor) -> None:
+        """Room for all slots."""
+        assert self.shards is not None
+        self.sharded_stacks = ShardedStacks(
+            len(self.low.pieces), layer.parts.values(), layer.in_size, rank, self.shards, like,
+            by_columns=layer.is_summed,
+        )  # fmt: skip
 
     def put(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:
         if pieces or self.low.pieces[slot - 1]:
-            self.low.put(slot, tuple(pieces if self.shards is None else (piece.on(self._device) for piece in pieces)))
+            self.low.put(slot, tuple(pieces))
+            if self.sharded_stacks is not None:
+                self.sharded_stacks.put(slot, pieces)
             self.is_used = any(self.low.pieces)
             if self.is_used and not self.was_used:
                 self.was_used = True
@@ -88,8 +99,10 @@ class LinearAdapters:
             return y
         if self.shards is None:
             return self._add(y, x, *added)
-        if (rows := self.step.by_slot) is not None:
-            groups = [(some, self.low.pieces[slot - 1]) for slot, some in rows.groups]
+        if self.sharded_stacks is not None:
+            add_sharded_stacks(y, x, added.rows.index, self.sharded_stacks, self._linear)
+        else:
+            groups = [(some, self.low.pieces[slot - 1]) for slot, some in added.rows.groups]
             add_sharded_pieces(y, x, groups, self.shards, self._linear)
         return y
 

@@ -20,7 +20,8 @@ from quire.layers.embed import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.table import WeightTable
-from quire.ops.lora import AdapterShards, LowRankPiece, TablePiece
+from quire.ops.lora import LowRankPiece, TablePiece
+from quire.ops.lora_shards import AdapterShards
 from quire.ops.op import Kernels
 from quire.quant.scheme import MatrixShape, PlainMatrix
 from quire.quant.shard import Cut, cut_to

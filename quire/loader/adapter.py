@@ -83,7 +83,7 @@ class HostAdapter:
     @property
     def in_graphs(self) -> bool:
         """Whether steps that use it may be replayed as graphs: it adds to matmuls of a step's rows and nothing else."""
-        linears = all(isinstance(layer, Linear) and not layer.adds_alone for layer in self.linears)
+        linears = all(isinstance(layer, Linear) and not layer.absorbed for layer in self.linears)
         return linears and not self.experts and not self.tables
 
     def fill(self, slot: int, layers: Iterable[AdaptedLayer]) -> None:

@@ -1,13 +1,13 @@
 """Low-rank additions to a matmul: y += scale * (x A^T) B^T, each row of a step with the adapter of its own slot.
 
 `AdapterRows` says which slot each row of a step has; `LowRank` holds what one matrix has in every slot. The reference
-goes through the slots of a step one by one; a form for a device may take all rows at once from the stacks. Ranks that
-divide A and B among themselves (`AdapterShards`) sum x A^T before they go on.
+goes through the slots of a step one by one; a form for a device may take all rows at once from the stacks.
+Where ranks divide both A and B among themselves, see lora_shards.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
@@ -74,18 +74,6 @@ class TablePiece(NamedTuple):
 
     def on(self, device: torch.device) -> TablePiece:
         return self._replace(rows=self.rows.to(device), b=self.b.to(device))
-
-
-class AdapterShards(NamedTuple):
-    """The tensor-parallel ranks among which both A and B of a matrix are cut, as one of them sees it."""
-
-    rank: int
-    size: int
-    reduce: Callable[[Tensor], Tensor]  # the sum over these ranks, on each of them; may be done in place
-
-    def own(self, units: int) -> slice:
-        """Of so many rows. Shares differ by one row at most; with fewer rows than ranks, some are empty."""
-        return slice(units * self.rank // self.size, units * (self.rank + 1) // self.size)
 
 
 class LowRankStacks(NamedTuple):
@@ -208,37 +196,3 @@ def add_pieces(y: Tensor, x: Tensor, some: SomeRows, pieces: tuple[LowRankPiece,
     for start, stop, a, b, scale in pieces:
         delta = multiply(multiply(x, a), b)
         y[some, start:stop] += delta if scale == 1.0 else delta * scale
-
-
-def add_sharded_pieces(
-    y: Tensor,
-    x: Tensor,
-    groups: Iterable[tuple[SomeRows, Sequence[LowRankPiece]]],
-    shards: AdapterShards,
-    multiply: Multiply,
-) -> None:
-    """As `add_pieces`, for rows of several slots: x [T, width] has all rows of y. Of a piece each rank has either some
-    rows of A, and of B those of its part of the matrix; or of A the columns of its part, and some rows of B. Either
-    way, the sum over ranks of what each has of x A^T is the whole, and there is one for all rows and pieces."""
-    groups = [(some, pieces) for some, pieces in groups if pieces]
-    if not groups:
-        return
-    columns = max(sum(piece.b.shape[1] for piece in pieces) for _, pieces in groups)
-    h = torch.zeros((len(x), columns), dtype=groups[0][1][0].a.dtype, device=x.device)
-    for some, pieces in groups:
-        own, at = x[some].to(h.dtype), 0
-        for piece in pieces:
-            here, rank = len(piece.a), piece.b.shape[1]
-            first = at + (shards.own(rank).start if here < rank else 0)
-            if here:
-                h[some, first : first + here] = multiply(own, piece.a)
-            at += rank
-    h = shards.reduce(h)
-    for some, pieces in groups:
-        at = 0
-        for start, stop, _, b, scale in pieces:
-            rank = b.shape[1]
-            if start < stop:
-                delta = multiply(h[some, at : at + rank].contiguous(), b)
-                y[some, start:stop] += delta if scale == 1.0 else delta * scale
-            at += rank

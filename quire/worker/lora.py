@@ -17,7 +17,7 @@ from quire.loader.adapter_config import AdapterLimits
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder
 from quire.models.pooled import PoolingModel
-from quire.ops.lora import AdapterShards
+from quire.ops.lora_shards import AdapterShards
 from quire.ops.op import Kernels
 from quire.schema.errors import NotBuiltError
 from quire.worker.adapters import WorkerAdapters
