@@ -210,7 +210,8 @@ LONG_FILES = frozenset(
     for name in """
     engine/test_every_architecture engine/test_same_as_transformers engine/test_structured_outputs
     engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
-    engine/test_lora engine/test_lora_models engine/test_lora_many engine/test_lora_peft engine/test_quantized_formats
+    engine/test_lora engine/test_lora_models engine/test_lora_many engine/test_lora_peft engine/test_lora_ranks
+    engine/test_quantized_formats models/test_adapter_ranks
     engine/test_quantized_experts engine/test_hostile_files engine/test_engine_live engine/test_engines_live
     engine/test_kv_cache_fp8 engine/test_hybrid_engine engine/test_ranks_drafts engine/test_draft_heads
     engine/test_expert_engines engine/test_stages_engine engine/test_encoder_decoders engine/test_media_models

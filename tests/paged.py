@@ -1,7 +1,7 @@
 """Run a model of quire.models over paged KV memory without a worker: block tables and steps made by hand.
 
 A Paged holds the model, one pool of blocks per KV group and its rows. `step([(row, count), ...])` computes the next
-`count` tokens of each row in one batch and returns their logits, row by row.
+`count` tokens of each row in one batch and returns their logits, row by row. `slots` are the rows' adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from quire.schema.kv import KVGroup, KVKind
 
 
 class Paged:
-    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], *, block_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, model: Model, prompts: Sequence[Sequence[int]], *, block_size: int, seed: int = 0,
+        slots: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.slots = slots
         self.model, self.prompts, self.block_size = model, [list(p) for p in prompts], block_size
         self.done = [0] * len(prompts)
         rng = random.Random(seed)
@@ -60,15 +64,22 @@ class Paged:
             positions += range(start, start + count)
             rows.append((row, start, count))
         plans = [self.backend.plan(self._group_step(g, rows), group) for g, group in enumerate(self.groups)]
+        slots = self._slots_of(grants)
         batch = Batch(
             token_ids=torch.tensor(ids), positions=torch.tensor(positions) * (1 + shift), plans=plans,
-            logit_index=torch.arange(len(ids)), num_tokens=len(ids),
+            logit_index=torch.arange(len(ids)), num_tokens=len(ids), adapter_index=slots,
         )  # fmt: skip
         with torch.inference_mode():
-            logits = self.model.logits(self.model.forward(batch))
+            logits = self.model.logits(self.model.forward(batch), slots)
         for row, _, count in rows:
             self.done[row] += count
         return list(logits.split([count for _, count in grants]))
+
+    def _slots_of(self, grants: Sequence[tuple[int, int]]) -> torch.Tensor | None:
+        if self.slots is None or not any(self.slots[row] for row, _ in grants):
+            return None
+        slots = [self.slots[row] for row, count in grants for _ in range(count)]
+        return torch.tensor(slots, dtype=torch.int32)
 
     def _group_step(self, g: int, rows: list[tuple[int, int, int]]) -> GroupStep:
         size, group = self.block_size, self.groups[g]

@@ -99,3 +99,13 @@ def sums_of(worker: Any) -> tuple[str, int, int]:
 def how_summed(worker: Any) -> str:
     """The type of what sums over ranks."""
     return type(worker.group.reduce).__name__
+
+
+def cuts_adapters(worker: Any) -> bool:
+    """Whether ranks divide both halves of adapters."""
+    return bool(worker.model_runner.adapters.step.is_sharded)
+
+
+def adapter_bytes(worker: Any) -> int:
+    """Of all adapters that a worker has in host memory."""
+    return sum(copy.num_bytes for copy in worker.model_runner.adapters._copies.values())

@@ -28,7 +28,8 @@ class LoRAConfig(Group):
     )
     max_loras: int = option(1, "Adapters in one batch.", low=1, high=1024)
     fully_sharded_loras: bool = option(
-        False, "Split both halves of an adapter among ranks; no effect: each rank has the part that its matrix needs."
+        False,
+        "Split both A and B among the ranks of tensor parallelism, instead of the one that is cut with the matrix.",
     )
     max_cpu_loras: int | None = option(None, "Adapters in host memory; unset, and 0, is max_loras.")
     lora_dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(

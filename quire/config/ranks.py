@@ -111,15 +111,8 @@ def _check_engines_of_nodes(parallel: ParallelConfig) -> None:
 
 def _check_experts(config: EngineConfig) -> None:
     parallel = config.parallel_config
-    if parallel.tensor_parallel_size == 1:
-        if parallel.data_parallel_size == 1:
-            log.info("enable_expert_parallel has no effect: with tensor_parallel_size 1 every engine has all experts")
-    elif config.enable_lora:
-        raise NotBuiltError(
-            "enable_expert_parallel: adapters are not divided as whole experts are; leave out one of the two",
-            param="enable_expert_parallel",
-            value=True,
-        )
+    if parallel.tensor_parallel_size == 1 and parallel.data_parallel_size == 1:
+        log.info("enable_expert_parallel has no effect: with tensor_parallel_size 1 every engine has all experts")
 
 
 def _check_balance(config: EngineConfig) -> None:

@@ -653,6 +653,8 @@ def choose_adapters(requested: Requested, config: EngineConfig) -> EngineConfig:
             "enable_lora: on a GPU, pooling models take no adapters in this version", param="enable_lora"
         )
     _check_media_adapters(config.model_config, lora.default_mm_loras or {})
+    if lora.fully_sharded_loras and config.parallel_config.tensor_parallel_size == 1:
+        log.info("fully_sharded_loras has no effect: with tensor_parallel_size 1 every rank has all of its adapters")
     dtype = lora.lora_dtype
     if dtype == "auto" and requested.get("dtype") in (None, "auto") and _multiplies_codes(config):
         log.info("lora_dtype: bfloat16 (the model's weights have fewer bits; lora_dtype=float32 forces float32)")

@@ -2,13 +2,15 @@
 
 A model without adapters has none of this. `attach` (places.py) gives every Linear, the experts of mixtures, the
 embedding and the head their slots; the decoder says at the start of a step which rows have which slot (`StepAdapters`),
-and the layers add what they add. The head, which sees some rows of a step, is told the slots of those.
+and the layers add what they add. The head, which sees some rows of a step, is told the slots of those. Where ranks
+divide A and B of a matrix (`AdapterShards`), its layer adds them itself, slot by slot, and nothing else reads them.
 Must not know: files, names of adapters, why a slot is filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,25 +22,29 @@ from quire.ops.lora import (
     AddedLowRank,
     LowRank,
     LowRankPiece,
+    Multiply,
     SomeRows,
     TablePiece,
     add_low_rank,
     add_pieces,
     most_columns,
 )
+from quire.ops.lora_shards import AdapterShards, ShardedStacks, add_sharded_pieces, add_sharded_stacks
 from quire.ops.op import Kernels
 from quire.quant.experts import StoredExperts
 
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
+    from quire.layers.moe import ExpertShare
 
 
 class StepAdapters:
     """Shared by all layers of a model; set by the decoder at the start of every step."""
 
-    __slots__ = ("by_slot", "every_layer", "rows", "version")
+    __slots__ = ("by_slot", "every_layer", "is_sharded", "rows", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sharded: bool = False) -> None:
+        self.is_sharded = is_sharded  # some layers sum over ranks between A and B: each has to add them itself
         self.rows: AdapterRows | None = None  # None: no row has an adapter
         # The same, for what goes through the slots of a step one by one; None too in a step that is captured, whose
         # rows have other slots at every replay.
@@ -55,19 +61,33 @@ class LinearAdapters:
     """What adapters add to one Linear."""
 
     def __init__(
-        self, layer: Linear, step: StepAdapters, num_slots: int, rank: int, like: Tensor, kernels: Kernels
-    ) -> None:
-        self.step, self.low = step, LowRank(num_slots, like.dtype)
+        self, layer: Linear, step: StepAdapters, num_slots: int, rank: int, like: Tensor, kernels: Kernels,
+        shards: AdapterShards | None = None,  # None: this rank has all that it needs of A and B
+    ) -> None:  # fmt: skip
+        self.step, self.low, self.shards = step, LowRank(num_slots, like.dtype), shards
         self.is_used = False  # some slot has something here
         self.was_used = False  # the same, now or before: what is captured once stays good when slots change
-        if kernels.device.type != "cpu":
+        self.sharded_stacks: ShardedStacks | None = None  # None: there are no shards, or steps may wait for the device
+        self._linear, self._add = kernels.of(linear), kernels.of(add_low_rank)
+        if kernels.device.type != "cpu" and shards is not None:
+            self.set_up_shards(layer, rank, like)
+        elif kernels.device.type != "cpu":
             as_columns = num_slots * rank <= kernels.of(most_columns)()
             self.low.set_up_stacks(layer.parts.values(), layer.in_size, rank, like, as_columns=as_columns)
-        self._add = kernels.of(add_low_rank)
+
+    def set_up_shards(self, layer: Linear, rank: int, like: Tensor) -> None:
+        """Room for all slots."""
+        assert self.shards is not None
+        self.sharded_stacks = ShardedStacks(
+            len(self.low.pieces), layer.parts.values(), layer.in_size, rank, self.shards, like,
+            by_columns=layer.is_summed,
+        )  # fmt: skip
 
     def put(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:
         if pieces or self.low.pieces[slot - 1]:
             self.low.put(slot, tuple(pieces))
+            if self.sharded_stacks is not None:
+                self.sharded_stacks.put(slot, pieces)
             self.is_used = any(self.low.pieces)
             if self.is_used and not self.was_used:
                 self.was_used = True
@@ -75,7 +95,16 @@ class LinearAdapters:
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         added = self.added(len(x))
-        return y if added is None else self._add(y, x, *added)
+        if added is None:
+            return y
+        if self.shards is None:
+            return self._add(y, x, *added)
+        if self.sharded_stacks is not None:
+            add_sharded_stacks(y, x, added.rows.index, self.sharded_stacks, self._linear)
+        else:
+            groups = [(some, self.low.pieces[slot - 1]) for slot, some in added.rows.groups]
+            add_sharded_pieces(y, x, groups, self.shards, self._linear)
+        return y
 
     def added(self, num_rows: int) -> AddedLowRank | None:
         """What is to be added to this many rows in the step under way; None: nothing."""
@@ -104,9 +133,9 @@ class LinearAdapters:
 class HeadAdapters:
     """What adapters add to the logits. One matrix with as many rows as there are tokens: nothing is reserved for it."""
 
-    def __init__(self, num_slots: int, kernels: Kernels) -> None:
+    def __init__(self, num_slots: int, kernels: Kernels, shards: AdapterShards | None = None) -> None:
         self.slots: list[tuple[LowRankPiece, ...]] = [()] * num_slots
-        self._linear, self._device = kernels.of(linear), kernels.device
+        self._linear, self._device, self._shards = kernels.of(linear), kernels.device, shards
 
     def put(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:
         self.slots[slot - 1] = tuple(piece.on(self._device) for piece in pieces)
@@ -114,17 +143,17 @@ class HeadAdapters:
     def add(self, hidden: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
         """`slots` [S] are those of the rows of `hidden`."""
         if any(self.slots):
-            for slot, some in AdapterRows(slots).groups:
-                if pieces := self.slots[slot - 1]:
-                    add_pieces(logits, hidden[some], some, pieces, self._linear)
+            groups = [(some, self.slots[slot - 1]) for slot, some in AdapterRows(slots).groups]
+            _add_groups(logits, hidden, groups, self._shards, self._linear)
         return logits
 
 
 class TableAdapters:
     """What adapters add to the vectors of an embedding."""
 
-    def __init__(self, step: StepAdapters, num_slots: int, kernels: Kernels) -> None:
+    def __init__(self, step: StepAdapters, num_slots: int, kernels: Kernels, shards: AdapterShards | None) -> None:
         self.step = step
+        self.is_sharded = shards is not None  # each rank has some of an adapter's ranks, and adds to its own part
         self.slots: list[TablePiece | None] = [None] * num_slots
         self._linear, self._device = kernels.of(linear), kernels.device
 
@@ -137,7 +166,7 @@ class TableAdapters:
         if rows is None or not any(self.slots):
             return x
         for slot, some in rows.groups:
-            if (piece := self.slots[slot - 1]) is not None:
+            if (piece := self.slots[slot - 1]) is not None and piece.b.shape[1]:
                 x[some] += self._linear(piece.rows[index[some]], piece.b) * piece.scale
         return x
 
@@ -153,15 +182,31 @@ class ExpertAdapters:
     """What adapters add to the experts of a mixture. Rows of a slot that has something here are computed apart, expert
     by expert: what is added before the activation cannot be added afterwards."""
 
-    def __init__(self, stored: StoredExperts, step: StepAdapters, num_slots: int, kernels: Kernels) -> None:
-        self.stored, self.step = stored, step
-        self.slots: list[dict[int, ExpertPieces]] = [{}] * num_slots  # by expert
-        self._linear, self._device = kernels.of(linear), kernels.device
+    def __init__(
+        self, stored: StoredExperts, step: StepAdapters, num_slots: int, kernels: Kernels,
+        shards: AdapterShards | None = None, share: ExpertShare | None = None,
+    ) -> None:  # fmt: skip
+        """`share`: the experts that this rank has whole; None: it has some entries of each, or all."""
+        self.stored, self.step, self._share = stored, step, share
+        self.slots: list[dict[int, ExpertPieces]] = [{}] * num_slots  # by expert; those that are here
+        self._read: list[dict[int, ExpertPieces]] = [{}] * num_slots  # of experts that may come here, too
+        self._linear, self._device, self._shards = kernels.of(linear), kernels.device, shards
 
     def put(self, slot: int, pieces: dict[int, ExpertPieces]) -> None:
+        if self._share is not None and self._share.moves:
+            self._read[slot - 1] = pieces
+        self._hold(slot, pieces)
+
+    def moved(self) -> None:
+        """Other experts are here than before."""
+        for slot, pieces in enumerate(self._read, 1):
+            self._hold(slot, pieces)
+
+    def _hold(self, slot: int, pieces: dict[int, ExpertPieces]) -> None:
+        own = pieces if self._share is None else {e: pieces[e] for e in self._share.own if e in pieces}
         self.slots[slot - 1] = {
-            expert: ExpertPieces(*(tuple(piece.on(self._device) for piece in side) for side in own))
-            for expert, own in pieces.items()
+            expert: ExpertPieces(*(tuple(piece.on(self._device) for piece in side) for side in both))
+            for expert, both in own.items()
         }
 
     def groups(self, num_rows: int) -> list[tuple[int, SomeRows]]:
@@ -175,18 +220,40 @@ class ExpertAdapters:
         return [(slot, some) for slot, some in rows.repeated(count).groups if self.slots[slot - 1]]
 
     def multiply(self, slot: int, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        """Sum over a token's experts of weight * expert(x), for rows that all have this slot."""
-        pieces, total = self.slots[slot - 1], torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in index.unique().tolist():
-            tokens, choices = (index == expert).nonzero(as_tuple=True)
-            own, every = pieces.get(expert, ExpertPieces()), slice(None)
-            h = x[tokens]
-            up = self.stored.multiply_up(expert, h)
-            if own.up:
-                add_pieces(up, h, every, own.up, self._linear)
-            h = self.stored.shape.act(up)
-            down = self.stored.multiply_down(expert, h)
-            if own.down:
-                add_pieces(down, h, every, own.down, self._linear)
-            total.index_add_(0, tokens, down.float() * weights[tokens, choices, None].float())
+        """Sum over a token's experts of weight * expert(x), for rows that all have this slot. `index` [rows, choices]:
+        where these experts are stored; -1: on another rank."""
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        places = [place for place in index.unique().tolist() if place >= 0]
+        if not places:
+            return total.to(x.dtype)
+        chosen = [(index == place).nonzero(as_tuple=True) for place in places]
+        pieces = [self._pieces_at(slot, place) for place in places]
+        ends = (0, *accumulate(len(tokens) for tokens, _ in chosen))
+        runs = [slice(*ends_of) for ends_of in pairwise(ends)]
+        h = x[torch.cat([tokens for tokens, _ in chosen])]
+        up = torch.cat([self.stored.multiply_up(place, h[run]) for place, run in zip(places, runs, strict=True)])
+        ups = [(run, own.up) for run, own in zip(runs, pieces, strict=True)]
+        _add_groups(up, h, ups, self._shards, self._linear)
+        h = self.stored.shape.act(up)
+        down = torch.cat([self.stored.multiply_down(place, h[run]) for place, run in zip(places, runs, strict=True)])
+        downs = [(run, own.down) for run, own in zip(runs, pieces, strict=True)]
+        _add_groups(down, h, downs, self._shards, self._linear)
+        for run, (tokens, choices) in zip(runs, chosen, strict=True):
+            total.index_add_(0, tokens, down[run].float() * weights[tokens, choices, None].float())
         return total.to(x.dtype)
+
+    def _pieces_at(self, slot: int, place: int) -> ExpertPieces:
+        return self.slots[slot - 1].get(place if self._share is None else self._share.own[place], ExpertPieces())
+
+
+def _add_groups(
+    y: Tensor, x: Tensor, groups: Sequence[tuple[SomeRows, Sequence[LowRankPiece]]], shards: AdapterShards | None,
+    multiply: Multiply,
+) -> None:  # fmt: skip
+    """Rows of y and x, with what is added to them."""
+    if shards is not None:
+        add_sharded_pieces(y, x, groups, shards, multiply)
+        return
+    for some, pieces in groups:
+        if pieces:
+            add_pieces(y, x[some], some, tuple(pieces), multiply)

@@ -35,16 +35,21 @@ class Embedding(MatrixLayer):
         self.adapters: TableAdapters | None = None  # unless the engine serves adapters
 
     def forward(self, index: Tensor) -> Tensor:
-        index = index + self.offset if self.offset else index
-        x = self.stored.take(index) if self._reduce is None else self._reduce(_own_rows(self.stored, self.rows, index))
-        if self.adapters is not None:
-            x = self.adapters.add(index, x)
-        return x if self._factor == 1.0 else x * self._factor
+        return self._vectors(index, self.adapters)
 
     def take(self, index: Tensor) -> Tensor:
         """As forward, without adapters."""
+        return self._vectors(index, None)
+
+    def _vectors(self, index: Tensor, adapters: TableAdapters | None) -> Tensor:
         index = index + self.offset if self.offset else index
-        x = self.stored.take(index) if self._reduce is None else self._reduce(_own_rows(self.stored, self.rows, index))
+        x = self.stored.take(index) if self._reduce is None else _own_rows(self.stored, self.rows, index)
+        if adapters is not None and adapters.is_sharded:
+            x = adapters.add(index, x)
+        if self._reduce is not None:
+            x = self._reduce(x)
+        if adapters is not None and not adapters.is_sharded:
+            x = adapters.add(index, x)
         return x if self._factor == 1.0 else x * self._factor
 
     def slots(self) -> Iterator[Slot]:

@@ -102,8 +102,14 @@ class Linear(MatrixLayer):
 
     @property
     def low(self) -> LowRank | None:
-        """The adapters' part of this matrix; None: there are no adapters, or they are for others to merge."""
-        return None if self.adapters is None or self.absorbed else self.adapters.low
+        """The adapters' part of this matrix, for ops that add it themselves; None: there are no adapters, they are for
+        others to merge, or ranks have to talk between A and B."""
+        return None if self.adapters is None or self.adds_alone else self.adapters.low
+
+    @property
+    def adds_alone(self) -> bool:
+        """Whether nothing but this layer, or the one that it is a part of, can add its adapters."""
+        return self.absorbed or (self.adapters is not None and self.adapters.shards is not None)
 
     def read_plain(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias for an op that computes more than the matmul: only where it `is_plain`, and only in steps

@@ -71,7 +71,7 @@ class Experts(ExpertLayer):
         rows_per_token: int = 1,
     ) -> None:
         super().__init__()
-        self.prefix = prefix
+        self.prefix, self.count = prefix, shape.experts  # of all ranks
         self._spread = None if own is None else storage.group.spread
         self._rows_per_token = rows_per_token
         self._share = None
@@ -101,14 +101,30 @@ class Experts(ExpertLayer):
                 y = self._across(self._spread, self._share, x, weights, index)
             else:
                 y = self._share.multiply(self.stored, x, weights, index)
+                self._adapt(y, x, weights, self._share.find(index) if self.adapters is not None else index)
             return y if self._reduce is None else self._reduce(y)
         stream = stream if self._adds_stream else None
         y = self.stored.multiply(x, weights, index, stream)
+        self._adapt(y, x, weights, index, stream)
+        return y if self._reduce is None else self._reduce(y)
+
+    def _adapt(self, y: Tensor, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> None:
+        """Replace results of rows whose adapters change experts. `index`: where their experts are stored."""
         if self.adapters is not None:
             for slot, rows in self.adapters.groups(len(x)):
                 own = self.adapters.multiply(slot, x[rows], weights[rows], index[rows])
                 y[rows] = own if stream is None else own + stream[rows]
-        return y if self._reduce is None else self._reduce(y)
+
+    def place(self, placed: Placement) -> None:
+        """From now on ranks have these; they are stored so already."""
+        assert self._share is not None
+        self._share.place(placed)
+        if self.adapters is not None:
+            self.adapters.moved()
+
+    def needs_adapter_of(self, expert: int) -> bool:
+        """Whether this expert is here, or may come here."""
+        return self._share is None or self._share.moves or expert in self._share.own
 
     def in_parts(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor | PartialSums:
         """As `forward`, before a norm that may add up the results of a token's experts."""
@@ -134,8 +150,8 @@ class ExpertShare:
     several ranks have, each computes what every n-th row has chosen of it; all ranks see the same rows."""
 
     def __init__(self, placed: Placement, rank: int, count: int, kernels: Kernels, *, counts: bool = False) -> None:
-        """`counts`: how often experts are chosen."""
-        self._rank, self._count = rank, count
+        """`counts`: how often experts are chosen, by which they move between ranks."""
+        self._rank, self.count, self.moves = rank, count, counts
         self._is_static = kernels.device.type != "cpu"  # shapes must not depend on what tokens choose
         # of each expert's copies, in the order of ranks: the place here, or -1; and how many there are
         self._places = torch.empty((count, len(placed)), dtype=torch.int64, device=kernels.device)
@@ -145,7 +161,7 @@ class ExpertShare:
 
     def place(self, placed: Placement) -> None:
         """From now on ranks have these; the tables stay where they are."""
-        self.placed, self._own = placed, placed[self._rank]
+        self.placed, self.own = placed, placed[self._rank]
         places = torch.full(self._places.shape, -1, dtype=torch.int64)
         copies = torch.zeros_like(places[:, 0])
         for rank, own in enumerate(placed):
@@ -157,7 +173,7 @@ class ExpertShare:
         self._copies.copy_(copies)
         self._has_copies = int(copies.max()) > 1
 
-    def _find(self, index: Tensor) -> Tensor:
+    def find(self, index: Tensor) -> Tensor:
         """[rows, choices]: the place here of what was chosen, or -1."""
         if not self._has_copies and not self._is_static:
             return self._places[:, 0][index]
@@ -168,7 +184,7 @@ class ExpertShare:
         """The part of the sum over a token's experts that this rank has."""
         if self.loads is not None:
             self.loads.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
-        place = self._find(index)
+        place = self.find(index)
         is_own = place >= 0
         if self._is_static:  # what lies elsewhere is computed with some expert, and weighs nothing
             return stored.multiply(x, weights.masked_fill(~is_own, 0), place.clamp_min(0))
@@ -185,18 +201,18 @@ class ExpertShare:
         for slot in own:
             if not slot.fills:
                 number, leaf = slot.name.split(".", 1)
-                yield slot._replace(name=f"{self._own[int(number)]}.{leaf}")
+                yield slot._replace(name=f"{self.own[int(number)]}.{leaf}")
                 if number == "0":
-                    yield from (Slot(f"{other}.{leaf}", None) for other in range(self._count) if other not in self._own)
+                    yield from (Slot(f"{other}.{leaf}", None) for other in range(self.count) if other not in self.own)
                 continue
             leaves = dict.fromkeys(name.split(".", 1)[1] for name in slot.fills)
-            fills = tuple(f"{expert}.{leaf}" for expert in range(self._count) for leaf in leaves)
-            yield slot._replace(fills=fills, cut=Cut(0, self._count, self._ranges()))
+            fills = tuple(f"{expert}.{leaf}" for expert in range(self.count) for leaf in leaves)
+            yield slot._replace(fills=fills, cut=Cut(0, self.count, self._ranges()))
 
     def _ranges(self) -> tuple[tuple[int, int], ...]:
         """One for experts that follow each other."""
         ranges: list[tuple[int, int]] = []
-        for expert in self._own:
+        for expert in self.own:
             if ranges and ranges[-1][1] == expert:
                 ranges[-1] = ranges[-1][0], expert + 1
             else:

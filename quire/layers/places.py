@@ -3,7 +3,8 @@
 In: a model with a weight table. Out: for a module's name in an adapter file, its place: a run of rows of a Linear or of
 the head, the table of the embedding, one matrix of one expert, or that matrix of all experts at once; modules of other
 pipeline stages lie elsewhere. B of a fused matrix is brought into the layout that the table gives the weight itself; of
-A and B a rank takes what belongs to its part of the matrix. Must not know: files, slots.
+A and B a rank takes what belongs to its part of the matrix, and where ranks divide both (`AdapterShards`), its share of
+the other half. Must not know: files, slots.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from quire.layers.embed import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.table import WeightTable
+from quire.ops.lora import LowRankPiece, TablePiece
+from quire.ops.lora_shards import AdapterShards
 from quire.ops.op import Kernels
 from quire.quant.scheme import MatrixShape, PlainMatrix
 from quire.quant.shard import Cut, cut_to
@@ -43,6 +46,7 @@ class AdapterPlace:
     expert: int = -1  # of a mixture's experts; -1: not one of them
     is_down: bool = False  # the experts' second matrix
     experts: int = 1  # more: the matrices of all experts, one behind another
+    shards: AdapterShards | None = None  # None: this rank has all of A, or of B, that is not cut with the matrix
 
     def own_rows(self, b: Tensor) -> Tensor:
         """Of B [..., rows, rank], what belongs to the rows of this rank."""
@@ -52,6 +56,28 @@ class AdapterPlace:
         """Of A [..., rank, width], what belongs to the entries of this rank."""
         return a if self.cut_width is None else self.cut_width.behind(a.dim() - 2).of(a)
 
+    def own_share(self, piece: LowRankPiece) -> LowRankPiece:
+        """Of the half that is not cut with the matrix. Beside columns of A, some rows of B: those of the results that
+        this rank adds to before results are summed. Beside rows of B, some rows of A."""
+        if self.shards is None:
+            return piece
+        if self.cut_width is not None:
+            rows = self.shards.own(len(piece.b))
+            start, stop = piece.start + rows.start, piece.start + rows.stop
+            return piece._replace(start=start, stop=stop, b=piece.b[rows])
+        return piece._replace(a=piece.a[self.shards.own(len(piece.a))])
+
+    def own_columns(self, piece: TablePiece) -> TablePiece:
+        """Of an embedding's adapter: its vectors are summed over ranks, and what is added to them with them."""
+        if self.shards is None:
+            return piece
+        columns = self.shards.own(piece.b.shape[1])
+        return piece._replace(rows=piece.rows[:, columns], b=piece.b[:, columns])
+
+    def needs_expert(self, expert: int) -> bool:
+        """Whether this rank has any use for what is added to an expert."""
+        return not isinstance(self.layer, Experts) or self.layer.needs_adapter_of(expert)
+
     @property
     def is_stack(self) -> bool:
         return isinstance(self.layer, Experts) and self.expert < 0
@@ -59,11 +85,12 @@ class AdapterPlace:
 
 class AdapterPlaces:
     def __init__(
-        self, model: nn.Module, table: WeightTable, *, most: int = 1, ends: int = 0, has_head: bool = True
-    ) -> None:
+        self, model: nn.Module, table: WeightTable, *, most: int = 1, ends: int = 0, has_head: bool = True,
+        shards: AdapterShards | None = None,  # among which both A and B are cut
+    ) -> None:  # fmt: skip
         """Of a pipeline stage, bounds of the whole model: `most` times what is here, and `ends` numbers that copies of
         its embedding and head may have."""
-        self._table, self.most, self.ends = table, most, ends
+        self._table, self.most, self.ends, self._shards = table, most, ends, shards
         self.by_name: dict[str, AdapterPlace] = {}
         for module in model.modules():
             if isinstance(module, Linear):
@@ -73,8 +100,8 @@ class AdapterPlaces:
             elif isinstance(module, Embedding):  # its vectors are complete when an adapter adds to them
                 self._add(AdapterPlace(module.name, module, 0, module.rows.whole, module.rows.whole, module.width))
             elif isinstance(module, Head) and has_head:
-                own = module.rows
-                self._add(AdapterPlace(module.name, module, 0, own.count, own.whole, module.width, cut_to(0, [own])))
+                rows = module.rows
+                self._add(AdapterPlace(module.name, module, 0, rows.count, rows.whole, module.width, cut_to(0, [rows])))
 
     def find(self, module: str) -> AdapterPlace | None:
         """By a module's name as a checkpoint of the model spells it."""
@@ -137,7 +164,7 @@ class AdapterPlaces:
         return True
 
     def _add(self, place: AdapterPlace) -> None:
-        self.by_name[place.name] = place
+        self.by_name[place.name] = replace(place, shards=shards_of(place.layer, self._shards))
 
     def _add_linear(self, layer: Linear) -> None:
         shape = layer.stored.shape
@@ -148,10 +175,10 @@ class AdapterPlaces:
         shape = layer.stored.shape
         for name, matrix, is_down in zip((shape.fused, "down_proj"), shape.matrices(), (False, True), strict=True):
             every = _place_of(layer.prefix + name, layer, matrix, tuple(matrix.parts))
-            self._add(replace(every, is_down=is_down, experts=shape.experts))
+            self._add(replace(every, is_down=is_down, experts=layer.count))
             for part in matrix.parts:
                 place = replace(_place_of("", layer, matrix, (part,)), is_down=is_down)
-                for expert in range(shape.experts):
+                for expert in range(layer.count):
                     self._add(replace(place, name=f"{layer.prefix}{expert}.{part}", expert=expert))
 
 
@@ -164,27 +191,42 @@ def _place_of(name: str, layer: AdaptedLayer, shape: MatrixShape, run: tuple[str
     )  # fmt: skip
 
 
+def shards_of(layer: AdaptedLayer, shards: AdapterShards | None) -> AdapterShards | None:
+    """The ranks that divide both halves of a layer's adapters: those that its matrix is cut among. None: it is whole,
+    as experts of expert parallelism are, or adapters are merged into a copy of it."""
+    if isinstance(layer, Linear):
+        shape = layer.stored.shape
+        is_cut = not all(span.is_whole for span in (shape.width, *shape.parts.values())) and not layer.absorbed
+    elif isinstance(layer, Experts):
+        is_cut = not layer.stored.shape.ffn.is_whole
+    else:
+        is_cut = not layer.rows.is_whole
+    return shards if is_cut else None
+
+
 def _is_near(ours: Tensor, theirs: Tensor) -> bool:
     """Four bits per number leave less than a fifth of difference."""
     return bool((ours - theirs).norm() <= 0.2 * theirs.norm())
 
 
 def attach(
-    model: nn.Module, step: StepAdapters, num_slots: int, rank: int, like: Tensor, kernels: Kernels
-) -> list[AdaptedLayer]:
+    model: nn.Module, step: StepAdapters, num_slots: int, rank: int, like: Tensor, kernels: Kernels,
+    shards: AdapterShards | None = None,
+) -> list[AdaptedLayer]:  # fmt: skip
     """Give every layer its slots; all layers that have some. `like`: a tensor of the adapters' dtype, on the model's
-    device."""
+    device. `shards`: as AdapterPlaces has them."""
     layers: list[AdaptedLayer] = []
     for module in model.modules():
-        if isinstance(module, Linear):
-            module.adapters = LinearAdapters(module, step, num_slots, rank, like, kernels)
-        elif isinstance(module, Experts):
-            module.adapters = ExpertAdapters(module.stored, step, num_slots, kernels)
-        elif isinstance(module, Embedding):
-            module.adapters = TableAdapters(step, num_slots, kernels)
-        elif isinstance(module, Head):
-            module.adapters = HeadAdapters(num_slots, kernels)
-        else:
+        if not isinstance(module, Linear | Experts | Embedding | Head):
             continue
+        own = shards_of(module, shards)
+        if isinstance(module, Linear):
+            module.adapters = LinearAdapters(module, step, num_slots, rank, like, kernels, own)
+        elif isinstance(module, Experts):
+            module.adapters = ExpertAdapters(module.stored, step, num_slots, kernels, own, module.share)
+        elif isinstance(module, Embedding):
+            module.adapters = TableAdapters(step, num_slots, kernels, own)
+        else:
+            module.adapters = HeadAdapters(num_slots, kernels, own)
         layers.append(module)
     return layers

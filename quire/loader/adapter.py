@@ -57,6 +57,11 @@ class HostAdapter:
     digest: str = ""  # of everything above
 
     def add(self, place: AdapterPlace, piece: LowRankPiece, expert: int = -1) -> None:
+        """`piece`: what belongs to this rank's part of the matrix."""
+        if not place.needs_expert(expert):
+            return
+        piece = place.own_share(piece)
+        piece = piece._replace(a=_by_itself(piece.a), b=_by_itself(piece.b))
         self.num_bytes += piece.a.nbytes + piece.b.nbytes
         if isinstance(place.layer, Linear | Head):
             self.linears.setdefault(place.layer, []).append(piece)
@@ -68,9 +73,12 @@ class HostAdapter:
             before._replace(down=(*before.down, piece)) if place.is_down else before._replace(up=(*before.up, piece))
         )
 
-    def add_table(self, layer: Embedding, piece: TablePiece) -> None:
+    def add_table(self, place: AdapterPlace, piece: TablePiece) -> None:
+        assert isinstance(place.layer, Embedding)
+        piece = place.own_columns(piece)
+        piece = piece._replace(rows=_by_itself(piece.rows), b=_by_itself(piece.b))
         self.num_bytes += piece.rows.nbytes + piece.b.nbytes
-        self.tables[layer] = piece
+        self.tables[place.layer] = piece
 
     @property
     def in_graphs(self) -> bool:
@@ -89,6 +97,12 @@ class HostAdapter:
                 layer.adapters.put(slot, self.tables.get(layer))
             else:
                 layer.adapters.put(slot, self.linears.get(layer, ()))
+
+
+def _by_itself(tensor: Tensor) -> Tensor:
+    """Contiguous, without the rest of a larger tensor that it is a part of."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 class AdapterPair(NamedTuple):
@@ -140,16 +154,15 @@ def _add_pair(
 ) -> None:
     place = pair.place
     if isinstance(place.layer, Embedding):  # A [rank, rows], B [width, rank]
-        adapter.add_table(place.layer, TablePiece(places.arrange(place, a.t()), b.contiguous(), scale))
+        adapter.add_table(place, TablePiece(places.arrange(place, a.t()), b, scale))
     elif place.is_stack:
         inputs, outputs = _of_each_expert(a, b, place.experts, pair.is_reversed)
         inputs, outputs = place.own_width(inputs), place.own_rows(places.arrange_stack(place, outputs))
-        inputs, outputs = inputs.contiguous(), outputs.contiguous()
         for expert in range(place.experts):
             piece = LowRankPiece(place.start, place.stop, inputs[expert], outputs[expert], scale)
             adapter.add(place, piece, expert)
     else:
-        own_a, own_b = place.own_width(a).contiguous(), place.own_rows(places.arrange(place, b)).contiguous()
+        own_a, own_b = place.own_width(a), place.own_rows(places.arrange(place, b))
         piece = LowRankPiece(place.start, place.stop, own_a, own_b, scale)
         adapter.add(place, piece, place.expert)
 

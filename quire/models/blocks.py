@@ -264,10 +264,10 @@ def _weights(linear: Linear) -> Weights | None:
 
 
 def _low_ranks(qkv: Linear, o: Linear, up: Linear, down: Linear) -> tuple[LowRank, LowRank, LowRank, LowRank] | None:
-    """None: the engine serves no adapters."""
-    if qkv.adapters is None or o.adapters is None or up.adapters is None or down.adapters is None:
+    """None: the engine serves no adapters, or such as only the layers can add."""
+    if qkv.low is None or o.low is None or up.low is None or down.low is None:
         return None
-    return qkv.adapters.low, o.adapters.low, up.adapters.low, down.adapters.low
+    return qkv.low, o.low, up.low, down.low
 
 
 class ParallelBlock(DecoderBlock):

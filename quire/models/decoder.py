@@ -286,7 +286,7 @@ class Decoder(nn.Module):
         adapters: AdapterRows | None = None  # for blocks in one call
         if self.adapters is not None:
             self.adapters.begin(batch.adapter_index, is_captured=batch.is_captured)
-            adapters = None if batch.through_linears else self.adapters.rows
+            adapters = None if batch.through_linears or self.adapters.is_sharded else self.adapters.rows
         if batch.adapter_index is not None:
             batch = vetoed(batch, only_adapters=True)
         where, channels = batch.positions, batch.position_channels

@@ -2,6 +2,7 @@
 
 `AdapterRows` says which slot each row of a step has; `LowRank` holds what one matrix has in every slot. The reference
 goes through the slots of a step one by one; a form for a device may take all rows at once from the stacks.
+Where ranks divide both A and B among themselves, see lora_shards.py.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class ExpertBalance:
                 staged[expert] = parts
         for expert, parts in staged.items():
             experts.stored.replace(placed[self._rank].index(expert), parts)
-        share.place(placed)
+        experts.place(placed)
         return sum(map(len, come))
 
     def _log(self) -> None:

@@ -17,6 +17,7 @@ from quire.loader.adapter_config import AdapterLimits
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder
 from quire.models.pooled import PoolingModel
+from quire.ops.lora_shards import AdapterShards
 from quire.ops.op import Kernels
 from quire.schema.errors import NotBuiltError
 from quire.worker.adapters import WorkerAdapters
@@ -39,14 +40,17 @@ def give_slots(model: Model, lora: LoRAConfig, dtype: torch.dtype, kernels: Kern
         raise NotBuiltError(
             f"enable_lora: {type(model).__name__} takes no adapters in this version", param="enable_lora"
         )
-    step = trunk.adapters = StepAdapters()
+    group, shards = trunk.storage.group, None
+    if lora.fully_sharded_loras and group.size > 1:
+        shards = AdapterShards(group.rank, group.size, group.reduce)
+    step = trunk.adapters = StepAdapters(is_sharded=shards is not None)
     like = torch.empty(0, dtype=dtype, device=kernels.device)
-    layers = attach(trunk, step, lora.max_loras, lora.max_lora_rank, like, kernels)
+    layers = attach(trunk, step, lora.max_loras, lora.max_lora_rank, like, kernels, shards)
     most, ends = 1, 0
     if isinstance(trunk, Decoder) and trunk.stage.count > 1:
         most, ends = len(trunk.arch.layers), _ends_of(trunk.arch, lora.max_lora_rank)
     # of a pooling model's head of the language model, rows are used at most
-    places = AdapterPlaces(trunk, model.table(), most=most, ends=ends, has_head=trunk is model)
+    places = AdapterPlaces(trunk, model.table(), most=most, ends=ends, has_head=trunk is model, shards=shards)
     model.finish_weights()  # a table opens matrices that lie in panels
     limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)
     return WorkerAdapters(partial(read_adapter, places=places, limits=limits), layers, step)

@@ -40,11 +40,11 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
         "Linear.__init__", "Linear.is_plain", "Linear.may_be_few", "Linear._slots", "Linear.extra_repr",
     },
     "layers/embed.py": {
-        "Embedding.forward", "Embedding.slots", "Embedding.take", "Head.__init__", "Head.finish", "Head.forward",
+        "Embedding._vectors", "Embedding.slots", "Head.__init__", "Head.finish", "Head.forward",
         "Head.slots", "Head.take",  # rows, as an embedding reads them
     },
     "layers/moe.py": {"Experts._across", "Experts.forward", "Experts.in_parts", "Experts.slots"},
-    "layers/places.py": {"AdapterPlaces._add_experts", "AdapterPlaces._add_linear", "attach"},
+    "layers/places.py": {"AdapterPlaces._add_experts", "AdapterPlaces._add_linear", "attach", "shards_of"},
     "layers/stored.py": {
         "MatrixLayer.hold", "MatrixLayer.finish", "ExpertLayer.hold", "ExpertLayer.finish", "matrices_of",
         "fill_dummy_experts", "num_numbers",

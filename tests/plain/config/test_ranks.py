@@ -80,11 +80,6 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
             NotBuiltError,
             "goes by a clock",
         ),
-        (
-            {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_lora": True},
-            NotBuiltError,
-            "adapters are not divided as whole experts",
-        ),
         ({"enable_eplb": True, "tensor_parallel_size": 2}, ConfigError, "enable_eplb: it needs enable_expert_parallel"),
         ({"enable_eplb": True, "enable_expert_parallel": True}, ConfigError, "enable_eplb: there is one rank"),
         (
