@@ -17,7 +17,7 @@ from typing import NamedTuple
 from quire.base.clock import now
 
 LIMIT_S = 1.0
-LOOK_S = 0.2  # between two looks
+LOOK_S = 0.15  # between two looks
 _LATE_S = 0.75  # between two looks of a process that was itself stopped, or did not get to run
 _EXITING = 0x4  # of the kernel's flags of a thread (PF_EXITING)
 _NUM_SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")

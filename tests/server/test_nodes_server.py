@@ -83,7 +83,10 @@ def url_of(server: Hosted, host: str) -> str:
     return server.wait_for_line(r"Listening at (\S+) ")[1].replace("//0.0.0.0:", f"//{host}:")
 
 
-def test_two_nodes_answer_as_one_and_a_lost_worker_is_named(folder: Path, expected: list[int]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_two_nodes_answer_as_one_and_a_lost_worker_is_named(
+    number: signal.Signals, folder: Path, expected: list[int]
+) -> None:
     port = str(free_port("127.0.0.2"))
     flags = (str(folder), *OPTIONS, "-tp", "2", "-n", "2", "--master-addr", "127.0.0.2", "--master-port", port)
     second = (*flags, "--headless", "--node-rank", "1")
@@ -104,12 +107,14 @@ def test_two_nodes_answer_as_one_and_a_lost_worker_is_named(folder: Path, expect
             readers = [Reader(url) for _ in range(3)]
             assert all(reader.begun.wait(60) for reader in readers)
             worker = child_with(node.process.pid, "executor.remote")
-            os.kill(worker, signal.SIGKILL)
-            killed = time.monotonic()
+            os.kill(worker, number)
+            lost = time.monotonic()
+            how = "was killed by SIGKILL" if number == signal.SIGKILL else "has been stopped by a signal for 1.0 s"
             for reader in readers:
                 reader.join(60)
-                assert f"worker 1 on node 1 (process {worker}) was killed by SIGKILL" in reader.error, reader.error
-                assert "node 1 (127.0.0." in reader.error and reader.ended - killed < 2.0
+                assert f"worker 1 on node 1 (process {worker}) {how}" in reader.error, reader.error
+                assert "node 1 (127.0.0." in reader.error
+                assert number == signal.SIGSTOP or reader.ended - lost < 2.0
             assert server.wait(60) == 1 and node.wait(60) == 1
             assert "node 0 (127.0.0.2" in node.log
 
