@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
@@ -216,3 +217,28 @@ def test_vectors_alone_or_with_the_size_of_the_image(name: str, tmp_path: Path) 
                 given.ask({kind: vectors, "image_sizes": (90, 500)})
             with pytest.raises(InputError, match="embeddings of this model come with image_sizes"):
                 given.ask({kind: vectors})
+
+
+@pytest.mark.parametrize("without", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0, "video": 0}}])
+def test_without_an_encoder(without: dict[str, Any], tmp_path: Path) -> None:
+    """Of a checkpoint that has none: embeddings are taken, and stand where they should; pixels are refused."""
+    given = Given("qwen2.5 vl", tmp_path)
+    with given.llm:
+        arrays = given.arrays()
+        shown = given.ask(ITEMS["image"])
+        fields = {"image_embeds": given.vectors(arrays), "image_grid_thw": arrays["image_grid_thw"]}
+    file = tmp_path / "model.safetensors"
+    save_file({name: one for name, one in load_file(file).items() if "visual" not in name}, file, {"format": "pt"})
+    with LLM(str(tmp_path), **ENGINE, **without) as given.llm:
+        output = given.ask(fields)
+        assert output.outputs[0].token_ids == shown.outputs[0].token_ids
+        assert first_logprob(output) == pytest.approx(first_logprob(shown), abs=1e-4)
+        given.in_steps_of(3)
+        assert given.ask(fields).outputs[0].token_ids == shown.outputs[0].token_ids
+        named = {"multi_modal_uuids": {"image": ["a"]}}
+        assert given.ask(fields, **named).outputs[0].token_ids == shown.outputs[0].token_ids
+        assert given.ask(None, **named).outputs[0].token_ids == shown.outputs[0].token_ids
+        for value in (ITEMS["image"], [fields, ITEMS["image"]]):
+            with pytest.raises(InputError, match=r"At most 0 image\(s\) may be provided"):
+                given.ask(value)
+        assert len(given.ask([fields, fields], "<|image_pad|> and <|image_pad|>").outputs[0].token_ids) == NUM
