@@ -25,6 +25,8 @@ _STATE_TYPES = frozenset({
     "zamba", "zamba2", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
     "olmo_hybrid", "kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma", "plamo2",
 })  # fmt: skip
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _NO_ID = (1 << 32) - 1  # -1, written without a sign
 _MOST_IDS = 4096  # of end-of-text or beginning-of-text tokens
 _UNSTRETCHED = frozenset(
@@ -86,7 +88,7 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
         model_type=model_type,
         vocab_size=_number(text, "vocab_size", "padded_vocab_size") or _number(config, "vocab_size"),
         hidden_size=hidden,
-        num_layers=_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        num_layers=_number(text, *_DEPTHS),
         num_heads=heads,
         num_kv_heads=_kv_heads(text, heads),
         head_size=_number(text, "head_dim", "head_size") or latent or (hidden // heads if heads else 0),
@@ -142,8 +144,8 @@ def decoder_start(config: Mapping[str, Any]) -> int | None:
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part: the configuration itself, or a sub-configuration of a multimodal model."""
     part = next((part for name in _TEXT_PARTS if isinstance(part := config.get(name), Mapping)), None)
-    is_projector = str(config.get("model_type")) == "ultravox"  # whose width it is
-    if part is None or (not is_projector and any(config.get(name) for name in ("hidden_size", "n_embd", "d_model"))):
+    # A width alone is a projector's (Ultravox, PaliGemma, Ovis2).
+    if part is None or all(any(config.get(name) for name in names) for names in (_WIDTHS, _DEPTHS)):
         return config
     return text_part(part)
 

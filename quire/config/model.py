@@ -160,13 +160,15 @@ def item_limits(value: Any) -> Any:
 class MultiModalConfig(Group):
     """Images, audio and video ([multimodal.md](../features/multimodal.md))."""
 
-    language_model_only: bool = option(False, "Refuse every kind of media.")
+    language_model_only: bool = option(False, "Refuse every kind of media, and load no encoder.")
     limit_per_prompt: Modality = option(
         {}, "Most items per prompt by modality (image, video, audio): a number, or a mapping with count (999 if unset) "
         "and with sizes that memory is measured for: width, height, num_frames, length (samples).",
         name="limit_mm_per_prompt", take=item_limits,
     )  # fmt: skip
-    enable_mm_embeds: bool = option(False, "Accept media as embeddings, of trusted clients.")
+    enable_mm_embeds: bool = option(
+        False, "Accept media as embeddings, of trusted clients; also those of which there may be no other items."
+    )
     media_io_kwargs: dict[str, dict[str, Any]] = option(
         {}, "Decoding options by modality: image rgba_background_color; video num_frames (32; -1 is all) and fps."
     )
@@ -371,16 +373,24 @@ class ModelConfig(DescribedModel):
     @property
     def takes_media(self) -> bool:
         """Requests may bring vectors beside their tokens, or what an encoder makes vectors of."""
-        return not self.is_pooling and (self.enable_prompt_embeds or self.takes_encoder or self.is_encoder_decoder)
+        takes_vectors = self.enable_prompt_embeds or self.takes_media_embeds
+        return not self.is_pooling and (takes_vectors or self.takes_encoder or self.is_encoder_decoder)
 
     @property
     def takes_encoder(self) -> bool:
-        """The encoder of its media is loaded: it has one, and is not used as a language model only. (That of an
+        """The encoder of its media is loaded: it has one, and prompts may have items for it. (That of an
         encoder-decoder is part of the model, unless it reads text with its media.)"""
         options = self.multimodal_config
         if self.is_encoder_decoder and not self.facts.encoder_reads_text:
             return False
-        return bool(self.facts.modalities) and not (options is not None and options.language_model_only)
+        return any(options is None or options.get_limit_per_prompt(one) for one in self.facts.modalities)
+
+    @property
+    def takes_media_embeds(self) -> bool:
+        """What an encoder would make of its media is taken, whether there is one or not."""
+        options = self.multimodal_config
+        enabled = options is not None and options.enable_mm_embeds
+        return enabled and bool(self.facts.modalities) and not self.is_encoder_decoder
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -402,7 +402,8 @@ def _without_reuse(requested: Requested, config: EngineConfig) -> EngineConfig:
     """Every token of a prompt reads all others: prompts are computed whole, and none begins with another's keys."""
     if not config.model_config.takes_encoder:
         raise NotBuiltError(
-            "language_model_only is not built for a model whose prompts attend to themselves in both directions",
+            "language_model_only, or a limit_mm_per_prompt of 0 for all media, is not built for a model whose prompts "
+            "attend to themselves in both directions",
             param="language_model_only",
         )
     for name in ("enable_chunked_prefill", "enable_prefix_caching"):

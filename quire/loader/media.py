@@ -33,13 +33,17 @@ _NUMPY = {"float32": np.float32, "float64": np.float64, "int64": np.int64, "int3
 
 
 class TowerEncoder:
-    def __init__(self, tower: Tower, raw: Mapping[str, Any], num_channels: int) -> None:
+    """`tower` None: vectors are given, and only have their places here."""
+
+    def __init__(self, tower: Tower | None, raw: Mapping[str, Any], num_channels: int) -> None:
         self._tower, self.num_channels, self.both_ways = tower, num_channels, both_ways_of(raw)
         vision = raw.get("vision_config") or {}
         self._merge = int(vision.get("spatial_merge_size") or 2)
         self._per_second = vision.get("tokens_per_second")
 
     def encode(self, modality: str, arrays: Mapping[str, Tensor]) -> Tensor:
+        if self._tower is None:
+            raise ValueError("the encoder of this model is not loaded (language_model_only, limit_mm_per_prompt)")
         vectors = self._tower.encode(modality, arrays)
         if (numbers := arrays.get(KEPT)) is None:
             return vectors
@@ -49,7 +53,8 @@ class TowerEncoder:
 
     def reload(self, other: TowerEncoder) -> None:
         """Take another's weights, in place."""
-        self._tower.module.load_state_dict(other._tower.module.state_dict())
+        if self._tower is not None and other._tower is not None:
+            self._tower.module.load_state_dict(other._tower.module.state_dict())
 
     def channels(self, prompt: Sequence[int], media: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
         return mrope(len(prompt), [grid for item in media for grid in self._grids(item)])
@@ -77,7 +82,7 @@ class TowerEncoder:
 class CanvasEncoder(TowerEncoder):
     """Of MiniCPM-V 4.7."""
 
-    def __init__(self, tower: Tower, raw: Mapping[str, Any], num_channels: int) -> None:
+    def __init__(self, tower: Tower | None, raw: Mapping[str, Any], num_channels: int) -> None:
         super().__init__(tower, raw, num_channels)
         names = [f"{name}_id" for name in CanvasMarks._fields]
         if missing := [name for name in names if type(raw.get(name)) is not int]:
@@ -121,8 +126,17 @@ def _has_safetensors(config: EngineConfig) -> bool:
 
 def make_encoder(config: EngineConfig, kernels: Kernels) -> TowerEncoder | None:
     about = config.model_config
-    if not about.takes_encoder:
+    tower = _tower(config, kernels) if about.takes_encoder else None
+    if tower is None and not about.takes_media_embeds:
         return None
+    layers = () if about.is_encoder_decoder else read_arch(about.hf_config).layers
+    sections = next((len(layer.rope.sections) for layer in layers if layer.rope is not None), 0)
+    kind = CanvasEncoder if has_canvas(about.hf_config) else TowerEncoder
+    return kind(tower, about.hf_config, sections)
+
+
+def _tower(config: EngineConfig, kernels: Kernels) -> Tower:
+    about = config.model_config
     if about.path.endswith(".gguf"):
         raise NotBuiltError(f"{about.path} has no encoder for media; set language_model_only=True", param="model")
     if importlib.util.find_spec("transformers") is None:
@@ -131,12 +145,9 @@ def make_encoder(config: EngineConfig, kernels: Kernels) -> TowerEncoder | None:
     from quire.hf_models.towers import load_tower  # lazy
 
     is_dummy = config.load_config.load_format == "dummy"
-    tower = load_tower(
+    made: Tower = load_tower(
         about.hf_config, about.path, dtype=getattr(torch, about.dtype), device=kernels.device,
         is_dummy=is_dummy, safetensors=is_dummy or _has_safetensors(config),
         audio_path=about.part_paths.get("audio"),
     )  # fmt: skip
-    layers = () if about.is_encoder_decoder else read_arch(about.hf_config).layers
-    sections = next((len(layer.rope.sections) for layer in layers if layer.rope is not None), 0)
-    kind = CanvasEncoder if has_canvas(about.hf_config) else TowerEncoder
-    return kind(tower, about.hf_config, sections)
+    return made

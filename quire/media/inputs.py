@@ -135,7 +135,7 @@ class MediaInputs:
         engine_settings = self.options.mm_processor_kwargs or {}
         settings = {**engine_settings, **own_settings}
         listed = self._listed(media, settings)
-        self.check_counts({modality: len(values) for modality, values in listed.items()})
+        self.check_counts(listed)
         named = self._uuids(uuids, listed)
         for modality in listed:
             self.family.check_request(modality, own_settings, engine_settings)
@@ -164,21 +164,28 @@ class MediaInputs:
         """Media that were loaded already."""
         return media if isinstance(media, LoadedMedia) else None
 
-    def check_counts(self, counts: Mapping[str, int]) -> None:
-        for modality, count in counts.items():
-            limit = self.limit(modality)
-            if count > limit:
+    def check_counts(self, items: Mapping[str, Sequence[Any]]) -> None:
+        """Where there may be no other items, embeddings may be as many as fit."""
+        for modality, several in items.items():
+            limit, count = self.limit(modality), len(several)
+            if count > limit and not (limit == 0 and self._are_embeds(modality, several)):
                 raise InputError(
                     f"At most {limit} {modality}(s) may be provided in one prompt; got {count} (--limit-mm-per-prompt)",
                     param="multi_modal_data",
                     value=count,
                 )
-        kinds = [modality for modality, count in counts.items() if count]
+        kinds = [modality for modality, several in items.items() if several]
         if len(kinds) > 1 and not self.family.mixes_modalities:
             raise InputError(
                 f"a prompt of this model has items of one modality; this one has {' and '.join(kinds)}",
                 param="multi_modal_data",
             )
+
+    def _are_embeds(self, modality: str, several: Sequence[Any]) -> bool:
+        """Or named by uuids, as only embeddings are."""
+        if not self.options.enable_mm_embeds or modality not in self.modalities:
+            return False
+        return all(one is None or isinstance(one, GivenEmbeds) or is_embeds(one, self.embeds_width) for one in several)
 
     def limit(self, modality: str) -> int:
         if self.options.language_model_only or modality not in self.modalities:
@@ -200,7 +207,7 @@ class MediaInputs:
                     f"this model takes {', '.join(self.modalities)} and no {modality}", param="multi_modal_data"
                 )
             several = _items_of(modality, value)
-            self.check_counts({modality: len(several)})
+            self.check_counts({modality: several})
             values = [item for one in several for item in self._given(modality, one, settings)]
             if values:
                 listed[modality] = values

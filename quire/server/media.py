@@ -37,7 +37,7 @@ def take_media(model: ServedModel, request: ChatRequest) -> tuple[ChatRequest, P
         _refuse_embeds(request.messages)
     messages = [_with_embeds(message, inputs.max_model_len, media.embeds_width or 0) for message in request.messages]
     collected = collect(messages, media.family, is_local=False)
-    media.check_counts({modality: len(items) for modality, items in collected.items.items()})
+    media.check_counts(collected.items)
     prompt = Prompt(
         media=collected.items,
         media_uuids=collected.given_uuids(),

@@ -64,7 +64,7 @@ def make_adapters(model: Model, config: EngineConfig, kernels: Kernels) -> Worke
 
 def make_encoder(config: EngineConfig, kernels: Kernels) -> MediaEncoder | None:
     """Of a model that takes media, or None where its requests bring vectors at most."""
-    if not config.model_config.takes_encoder:
+    if not (config.model_config.takes_encoder or config.model_config.takes_media_embeds):
         return None
     from quire.loader.media import make_encoder as make  # lazy
 

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
 from quire.sched.gates import TokenBudget
-from tests.media.test_joined import CASES, NUM, text, write_model
+from quire.schema.errors import InputError
+from tests.media.test_joined import CASES, NUM, TONE, text, write_model
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import SPECIAL
 
 FRAMES = [picture(100, 40), picture(100, 40).rotate(180), picture(100, 40)]
-ITEMS: dict[str, Any] = {"image": picture(50, 90), "video": FRAMES}
+ITEMS: dict[str, Any] = {"image": picture(50, 90), "video": FRAMES, "audio": TONE}
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 2, "enable_mm_embeds": True}
 
 
@@ -63,7 +65,10 @@ class Given:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
-        self.model, self.modality = write_model(name, folder), "video" if name.endswith("video") else "image"
+        self.model, self.modality = (
+            write_model(name, folder),
+            {"video": "video", "audio": "audio"}.get(name.split()[-1], "image"),
+        )
         sharpen(self.model)
         self.model.save_pretrained(folder)
         self.vocab = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -159,3 +164,81 @@ def test_vectors_with_their_grid_say_what_the_item_says(name: str, tmp_path: Pat
             later = beside | {"second_per_grid_ts": 20.0}
             assert abs(first_logprob(given.ask({kind: vectors, **later})) - first_logprob(shown)) > 1e-3
         assert abs(first_logprob(given.ask({kind: -vectors, **beside})) - first_logprob(shown)) > 1e-3
+
+
+def merged(given: Given, ids: list[int], arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What transformers' language model gets in place of the item."""
+    seen: list[torch.Tensor] = []
+    inner = getattr(given.model, "model", None)
+    language = given.model.language_model.model if inner is None else getattr(inner, "language_model", None)
+    hook = (language or inner.text_model).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    prompt, family = torch.tensor([ids]), given.llm.llm_engine.front.inputs.media.family
+    is_media = prompt[0] == given.vocab.token_to_id(family.feature(given.modality))
+    inputs = dict(arrays)
+    if "MiniCPMV4_7" in type(given.model).__name__:
+        inputs["mm_token_type_ids"] = is_media[None].long()
+    elif "Gemma" in type(given.model).__name__:
+        inputs["token_type_ids"] = is_media[None].long()
+    with torch.no_grad():
+        given.model(prompt, **inputs)
+    hook.remove()
+    return seen[0][0, is_media]
+
+
+COUNTED = ("llava next", "llava next video, video", "llava onevision", "internvl", "internvl, video", "paligemma",
+           "gemma 3", "perception lm", "perception lm, video", "cohere2 vision", "qwen2 audio")  # fmt: skip
+SIZED = ("idefics3", "mistral 3", "llama 4", "lfm2 vl", "minicpm-v 4.6", "minicpm-v 4.7", "minicpm-ocr")
+
+
+@pytest.mark.parametrize("name", (*COUNTED, *SIZED))
+def test_vectors_alone_or_with_the_size_of_the_image(name: str, tmp_path: Path) -> None:
+    given = Given(name, tmp_path)
+    with given.llm:
+        arrays, item, kind = given.arrays(), ITEMS[given.modality], f"{given.modality}_embeds"
+        shown = given.ask(item)
+        vectors = merged(given, shown.prompt_token_ids, arrays)
+        forms: list[Any] = [{kind: vectors}, [vectors], vectors[None]]
+        if name in SIZED:
+            forms = [
+                {kind: vectors, "image_sizes": sizes} for sizes in (item.size, [item.size], torch.tensor([[50, 90]]))
+            ]
+        for size, value in zip((2048, 7, 2048), forms, strict=True):
+            given.in_steps_of(max(size, 64) if name in ("gemma 3", "paligemma") else size)
+            output = given.ask(value)
+            assert output.prompt_token_ids == shown.prompt_token_ids
+            assert output.outputs[0].token_ids == shown.outputs[0].token_ids
+            assert first_logprob(output) == pytest.approx(first_logprob(shown), abs=1e-4)
+        other = {**forms[0], kind: -vectors}
+        assert abs(first_logprob(given.ask(other)) - first_logprob(shown)) > 1e-3
+        if name in SIZED:
+            with pytest.raises(InputError, match=f"{kind} has {len(vectors)} vectors, and an item with image_sizes"):
+                given.ask({kind: vectors, "image_sizes": (90, 500)})
+            with pytest.raises(InputError, match="embeddings of this model come with image_sizes"):
+                given.ask({kind: vectors})
+
+
+@pytest.mark.parametrize("without", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0, "video": 0}}])
+def test_without_an_encoder(without: dict[str, Any], tmp_path: Path) -> None:
+    """Of a checkpoint that has none: embeddings are taken, and stand where they should; pixels are refused."""
+    given = Given("qwen2.5 vl", tmp_path)
+    with given.llm:
+        arrays = given.arrays()
+        shown = given.ask(ITEMS["image"])
+        fields = {"image_embeds": given.vectors(arrays), "image_grid_thw": arrays["image_grid_thw"]}
+    file = tmp_path / "model.safetensors"
+    save_file({name: one for name, one in load_file(file).items() if "visual" not in name}, file, {"format": "pt"})
+    with LLM(str(tmp_path), **ENGINE, **without) as given.llm:
+        output = given.ask(fields)
+        assert output.outputs[0].token_ids == shown.outputs[0].token_ids
+        assert first_logprob(output) == pytest.approx(first_logprob(shown), abs=1e-4)
+        given.in_steps_of(3)
+        assert given.ask(fields).outputs[0].token_ids == shown.outputs[0].token_ids
+        named = {"multi_modal_uuids": {"image": ["a"]}}
+        assert given.ask(fields, **named).outputs[0].token_ids == shown.outputs[0].token_ids
+        assert given.ask(None, **named).outputs[0].token_ids == shown.outputs[0].token_ids
+        for value in (ITEMS["image"], [fields, ITEMS["image"]]):
+            with pytest.raises(InputError, match=r"At most 0 image\(s\) may be provided"):
+                given.ask(value)
+        assert len(given.ask([fields, fields], "<|image_pad|> and <|image_pad|>").outputs[0].token_ids) == NUM

@@ -9,6 +9,7 @@ import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from quire.media.pixels import Size
 from quire.media.settings import ProcessorFiles, Settings
 from quire.schema.errors import InputError
 from quire.schema.media import ArrayData
@@ -55,6 +56,22 @@ class Beside(NamedTuple):
                 )
 
 
+BY_SIZE: Mapping[str, Mapping[str, Beside]] = {"image": {"image_sizes": Beside(2, high=1 << 15)}}
+
+
+def _size_of(numbers: Numbers) -> Size:
+    width, height = map(int, numbers["image_sizes"])
+    return height, width
+
+
+class EmbedsLayout(NamedTuple):
+    """What stands for an item whose vectors are given."""
+
+    text: str
+    num_vectors: int
+    arrays: dict[str, Any]  # that positions follow
+
+
 def array_data(array: Any) -> ArrayData:
     import numpy as np  # lazy
 
@@ -85,7 +102,8 @@ class Family(abc.ABC):
     prunes_video = False  # vectors of a video may be left out
     video_pruning_rate = 0.0  # as many of them
     items_first = False  # items stand before the text, wherever a prompt names them, and also if it names none
-    beside_embeds: Mapping[str, Mapping[str, Beside]] = {}  # by modality and name: what its layout follows
+    embeds_by_count: Collection[str] = ()  # modalities whose items are their placeholder, once for each vector
+    beside_embeds: Mapping[str, Mapping[str, Beside]] = {}  # by modality and name: what the layout of others follows
     begins_text = False  # a prompt with items begins with the token that begins texts, or else the one that ends them
 
     def __init__(self, files: ProcessorFiles) -> None:
@@ -113,14 +131,21 @@ class Family(abc.ABC):
 
     def count_embeds(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> int:
         """Vectors of an item that has these numbers `beside_embeds`."""
-        raise NotImplementedError
+        return self.layout_of(_size_of(numbers), options).num_vectors
 
     def lay_out_embeds(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """What stands for as many vectors as `count_embeds` says, and the arrays that positions follow."""
+        layout = self.layout_of(_size_of(numbers), options)
+        return layout.text, layout.arrays
+
+    def layout_of(self, size: Size, options: Mapping[str, Any]) -> EmbedsLayout:
+        """Of an image of this size, if that is what stands `beside_embeds` (BY_SIZE)."""
         raise NotImplementedError
 
     def embeds_text(self, modality: str, num: int) -> str:
         """What stands for so many vectors that were given in place of an item, where there is nothing beside them."""
+        if modality in self.embeds_by_count:
+            return self.placeholders[modality] * num
         raise InputError(f"this model takes no embeddings of {modality} items", param="multi_modal_data")
 
     def lay_out(self, text: str) -> str:

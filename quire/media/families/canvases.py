@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
-from quire.media.families.base import BICUBIC, BILINEAR, CLIP_MEAN, CLIP_STD, HALF, Family, ProcessedItem
+from quire.media.families.base import (
+    BICUBIC,
+    BILINEAR,
+    BY_SIZE,
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    EmbedsLayout,
+    Family,
+    ProcessedItem,
+)
 from quire.media.images import check_crops
 from quire.media.pixels import Array, Levels, Size
 from quire.media.settings import ProcessorFiles, Settings
@@ -72,6 +82,7 @@ class Llama4(Family):
 
     placeholders = {"image": "<|image|>"}
     features = {"image": "<|patch|>"}
+    beside_embeds = BY_SIZE
     fixed = ("size", "do_resize")
 
     def __init__(self, files: ProcessorFiles) -> None:
@@ -101,7 +112,7 @@ class Llama4(Family):
         side, filter_ = _square_side(settings), settings.filter(BILINEAR)
         is_largest = settings.flag("resize_to_max_canvas")
         size = value.height, value.width
-        rows, columns = llama4_grid(size, side, settings.whole("max_patches", high=_MOST_TILES), is_largest)
+        rows, columns = self._grid(size, settings)
         target = rows * side, columns * side
         check_crops([(side, side)] * (rows * columns + 1), "max_patches")
         within = target
@@ -113,8 +124,20 @@ class Llama4(Family):
         tiles = _tiles(large, value, side, filter_)
         levels = settings.levels()
         array = HalfLevels(levels.scale, levels.mean, levels.std).apply(np.stack(tiles))
-        num = (side // self.patch) ** 2 // self.shuffled
-        return ProcessedItem({"pixel_values": array}, _llama4_text(rows, columns, num), num * len(tiles))
+        text, num, _ = self._layout((rows, columns), side)
+        return ProcessedItem({"pixel_values": array}, text, num)
+
+    def _grid(self, size: Size, settings: Settings) -> Size:
+        most, is_largest = settings.whole("max_patches", high=_MOST_TILES), settings.flag("resize_to_max_canvas")
+        return llama4_grid(size, _square_side(settings), most, is_largest)
+
+    def layout_of(self, size: Size, options: Mapping[str, Any]) -> EmbedsLayout:
+        settings = self.image.over(options)
+        return self._layout(self._grid(size, settings), _square_side(settings))
+
+    def _layout(self, grid: Size, side: int) -> EmbedsLayout:
+        num, tiles = (side // self.patch) ** 2 // self.shuffled, math.prod(grid)
+        return EmbedsLayout(_llama4_text(*grid, num), num * (tiles if tiles == 1 else tiles + 1), {})
 
 
 def llama4_grid(size: Size, side: int, most: int, is_largest: bool) -> Size:
@@ -173,9 +196,14 @@ class Cohere2Vision(Family):
         large = pixels.planes(pixels.resize(value, (rows * side, columns * side), filter_))
         tiles = _tiles(large, value, side, filter_)
         array = replace(settings.levels(), is_fused=True).apply(np.stack(tiles))
+        num = self.num * len(tiles)
+        return ProcessedItem({"pixel_values": array}, self.embeds_text(modality, num), num)
+
+    def embeds_text(self, modality: str, num: int) -> str:
+        if num % self.num:
+            raise InputError(f"image embeddings have {num} vectors; this model has {self.num} per tile")
         line = self.placeholders["image"] * self.num + "<|IMG_LINE_BREAK|>"
-        text = f"<|START_OF_IMG|>{line * len(tiles)}<|END_OF_IMG|>"
-        return ProcessedItem({"pixel_values": array}, text, self.num * len(tiles))
+        return f"<|START_OF_IMG|>{line * (num // self.num)}<|END_OF_IMG|>"
 
 
 def cohere_grid(size: Size, side: int, most: int) -> Size:

@@ -37,6 +37,7 @@ class DeepseekVL2(Family):
     one tile."""
 
     placeholders = {"image": "<image>"}
+    embeds_by_count = ("image",)
     few_items = 2
     fixed = ("candidate_resolutions", "patch_size", "downsample_ratio")
 
@@ -75,6 +76,7 @@ class DeepseekOcr(Family):
     Large have no crop_mode and a base_size and image_size of 512, 640, 1024 and 1280; Gundam is the default."""
 
     placeholders = {"image": "<image>"}
+    embeds_by_count = ("image",)
     fixed = ("patch_size", "downsample_ratio")
     tile = 5 / 8  # of the side that the encoder is made for: a tile's
     most = 5 / 4  # the largest, because the encoder's attention grows with the fourth power

@@ -200,6 +200,11 @@ class PaliGemma(Family):
         array = settings.levels().apply(pixels.planes(pixels.resize(value, size, settings.filter(BICUBIC))))
         return ProcessedItem({"pixel_values": array[None]}, self.placeholders["image"] * self.num, self.num)
 
+    def embeds_text(self, modality: str, num: int) -> str:
+        if num != self.num:
+            raise InputError(f"image embeddings have {num} vectors; this model has {self.num} per image")
+        return self.placeholders[modality] * num
+
     def lay_out(self, text: str) -> str:
         token = self.placeholders["image"]
         if token not in text:

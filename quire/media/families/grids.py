@@ -111,6 +111,7 @@ class DeepseekOcr2(Family):
     """Tiles, if the image is larger than one, then the whole on a grey square, then one vector that ends both."""
 
     placeholders = {"image": "<image>"}
+    embeds_by_count = ("image",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -163,6 +164,7 @@ class PerceptionLM(Family):
     """A thumbnail and a grid of tiles of one size."""
 
     placeholders = {"image": "<|image|>", "video": "<|video|>"}
+    embeds_by_count = ("image", "video")
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)

@@ -31,6 +31,7 @@ _MOST_PATCHES = 1 << 18
 
 class KimiK25(Family):
     placeholders = {"image": "<|media_pad|>"}
+    embeds_by_count = ("image",)
     begin = "<|media_begin|>"
     steps: Mapping[str, Any] = {
         **_STEPS, "size": {"max_height": 512, "max_width": 512}, "max_patches": 16384, "merge_size": 2,

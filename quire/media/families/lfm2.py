@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
-from quire.media.families.base import BILINEAR, HALF, Family, ProcessedItem
+from quire.media.families.base import BILINEAR, BY_SIZE, HALF, EmbedsLayout, Family, ProcessedItem
 from quire.media.images import check_crops
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
@@ -29,6 +29,7 @@ _MOST_TOKENS = 1 << 16
 
 class Lfm2VL(Family):
     placeholders = {"image": "<image>"}
+    beside_embeds = BY_SIZE
     fixed = ("encoder_patch_size", "downsample_factor", "tile_size", "do_resize", "do_pad")
 
     def __init__(self, files: ProcessorFiles) -> None:
@@ -47,8 +48,7 @@ class Lfm2VL(Family):
         rows, columns = plan.grid(size)
         is_cut = rows * columns > 1
         tile, filter_ = (plan.tile, plan.tile), plan.settings.filter(BILINEAR)
-        sizes = [tile] * (rows * columns) if is_cut else []
-        sizes += [whole] if not is_cut or plan.has_thumbnail else []
+        sizes = plan.sizes(size)
         check_crops(sizes, "max_tiles")
         check_crops([plan.padded] * len(sizes), "max_tiles, max_image_tokens")
         parts: list[Array] = []
@@ -64,9 +64,16 @@ class Lfm2VL(Family):
             flat = _patches(levels.apply(part), plan.patch)
             array[index, : len(flat)], mask[index, : len(flat)] = flat, 1
         shapes = np.array([(height // plan.patch, width // plan.patch) for height, width in sizes], np.int64)
-        counts = [plan.num_vectors(one) for one in sizes]
         arrays = {"pixel_values": array, "pixel_attention_mask": mask, "spatial_shapes": shapes}
-        return ProcessedItem(arrays, self._text(rows, columns, counts), sum(counts))
+        text, num, _ = self._layout(plan, size)
+        return ProcessedItem(arrays, text, num)
+
+    def layout_of(self, size: Size, options: Mapping[str, Any]) -> EmbedsLayout:
+        return self._layout(_Plan(self.image.over(options)), size)
+
+    def _layout(self, plan: _Plan, size: Size) -> EmbedsLayout:
+        counts = [plan.num_vectors(one) for one in plan.sizes(size)]
+        return EmbedsLayout(self._text(*plan.grid(size), counts), sum(counts), {})
 
     def _text(self, rows: int, columns: int, counts: list[int]) -> str:
         names = [""] if rows * columns == 1 else [
@@ -143,6 +150,12 @@ class _Plan:
             return 1, 1
         columns, rows = pixels.grid_of(size, (self.tile, self.tile), self.fewest_tiles, self.most_tiles)
         return rows, columns
+
+    def sizes(self, size: Size) -> list[Size]:
+        """Of the tiles, and of the image as a whole."""
+        num = math.prod(self.grid(size))
+        tiles = [(self.tile, self.tile)] * num if num > 1 else []
+        return [*tiles, self.whole_size(size)] if not tiles or self.has_thumbnail else tiles
 
     def num_vectors(self, size: Size) -> int:
         return math.prod(-(-(edge // self.patch) // self.group) for edge in size)

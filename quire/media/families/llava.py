@@ -78,6 +78,7 @@ class ClipTokens:
 
 class Llava(Family):
     placeholders = {"image": "<image>"}
+    embeds_by_count = ("image", "video")
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -98,9 +99,6 @@ class Llava(Family):
         array = settings.levels().apply(resized(value, settings))
         num = self.tokens.of(*array.shape[-2:])
         return ProcessedItem({"pixel_values": array[None]}, self.placeholders["image"] * num, num)
-
-    def embeds_text(self, modality: str, num: int) -> str:
-        return self.placeholders[modality] * num
 
 
 def tower_size(files: ProcessorFiles, modality: str = "image") -> dict[str, Any]:
@@ -232,6 +230,7 @@ class LlavaOneVision(Family):
     """Of several images each is one square; a video's frames are squares whose features are pooled two by two."""
 
     placeholders = {"image": "<image>", "video": "<video>"}
+    embeds_by_count = ("image", "video")
     few_items = 1
     fixed = ("size", "do_resize", "do_center_crop")
 

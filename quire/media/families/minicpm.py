@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.checkpoint.minicpm import release_of
 from quire.media import pixels
 from quire.media.audio import Audio, resample
-from quire.media.families.base import BICUBIC, HALF, FamilyByModality, ProcessedItem
+from quire.media.families.base import BICUBIC, BY_SIZE, HALF, EmbedsLayout, FamilyByModality, ProcessedItem
 from quire.media.families.speech import EXTRACTOR, WhisperFeatures, num_bins
 from quire.media.images import check_crops, check_frames
 from quire.media.pixels import Array, Size
@@ -101,6 +101,7 @@ class _Sliced(FamilyByModality):
     """What they have in common."""
 
     fixed = ("scale_resolution", "downsample_mode")
+    beside_embeds = BY_SIZE
     start, end = "<image>", "</image>"
     slice_start, slice_end = "<slice>", "</slice>"
     id_start, id_end = "<image_id>", "</image_id>"
@@ -108,8 +109,15 @@ class _Sliced(FamilyByModality):
     def methods(self) -> Mapping[str, Callable[[Any, Settings], ProcessedItem]]:
         return {"image": self._image}
 
-    def embeds_text(self, modality: str, num: int) -> str:
-        return f"{self.start}{self.feature(modality) * num}{self.end}"
+    def layout_of(self, size: Size, options: Mapping[str, Any]) -> EmbedsLayout:
+        import numpy as np  # lazy
+
+        settings = self._own["image"].over(options)
+        pieces = self._pieces(size, settings)
+        text, num = self._image_text(pieces, settings)
+        patch = settings.whole("patch_size", high=1024)
+        sizes = [(height // patch, width // patch) for height, width in pieces.sizes]
+        return EmbedsLayout(text, num, {"target_sizes": np.array(sizes, np.int64)})
 
     def numbered(self, modality: str, number: int, text: str) -> str:
         first = self._id(0)
@@ -138,11 +146,15 @@ class _Sliced(FamilyByModality):
     def _image(self, image: Image, settings: Settings) -> ProcessedItem:
         pieces = self._pieces((image.height, image.width), settings)
         check_crops(pieces.sizes, "max_slice_nums")
+        text, num = self._image_text(pieces, settings)
+        return ProcessedItem(_arrays(_cut(image, pieces, settings), settings), text, num)
+
+    def _image_text(self, pieces: Slicing, settings: Settings) -> tuple[str, int]:
+        """And how many vectors it has."""
         text = self._text(pieces, settings, self.feature("image"))
         if settings.flag("use_image_id", True):
             text = self._id(0) + text
-        num = sum(self.count(size, settings) for size in pieces.sizes)
-        return ProcessedItem(_arrays(_cut(image, pieces, settings), settings), text, num)
+        return text, sum(self.count(size, settings) for size in pieces.sizes)
 
     def _frames(self, video: Video, settings: Settings) -> tuple[list[Slicing], list[Array]]:
         """How each is cut, and the pieces of all."""

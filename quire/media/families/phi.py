@@ -38,6 +38,7 @@ _NUMBERED = re.compile(r"<\|(image|audio)_\d+\|>")
 
 class Phi4Multimodal(FamilyByModality):
     placeholders = {"image": "<|image|>", "audio": "<|audio|>"}
+    embeds_by_count = ("image", "audio")
     regards = {"audio": "image"}  # another projection
 
     def __init__(self, files: ProcessorFiles) -> None:

@@ -63,6 +63,7 @@ class WhisperFeatures:
 
 class Qwen2Audio(Family):
     placeholders = {"audio": "<|AUDIO|>"}
+    embeds_by_count = ("audio",)
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -72,9 +73,6 @@ class Qwen2Audio(Family):
 
     def written(self, modality: str, number: int) -> str:
         return f"Audio {number}: <|audio_bos|>{self.placeholders['audio']}<|audio_eos|>"
-
-    def embeds_text(self, modality: str, num: int) -> str:
-        return self.placeholders[modality] * num
 
     def process(self, modality: str, value: Audio, options: Mapping[str, Any], count: int) -> ProcessedItem:
         if modality != "audio":

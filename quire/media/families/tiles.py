@@ -8,9 +8,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.media import pixels
-from quire.media.families.base import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, LANCZOS, Family, ProcessedItem
+from quire.media.families.base import (
+    BICUBIC,
+    BY_SIZE,
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    LANCZOS,
+    EmbedsLayout,
+    Family,
+    ProcessedItem,
+)
 from quire.media.pixels import Array, Size
 from quire.media.settings import ProcessorFiles, Settings
+from quire.schema.errors import InputError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,6 +41,7 @@ _MOST_TILES = 256
 
 class Idefics3(Family):
     placeholders = {"image": "<image>"}
+    beside_embeds = BY_SIZE
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -58,20 +70,35 @@ class Idefics3(Family):
 
     def _tiles(self, image: Image, settings: Settings) -> tuple[list[Array], int, int]:
         filter_ = settings.filter(LANCZOS)
-        side = settings.edges("max_image_size").get("longest_edge", 364)
-        if settings.flag("do_resize", True):
-            edges = settings.edges("size")
-            longest = edges.get("longest_edge")
-            size = _scaled((image.height, image.width), longest) if longest else settings.box("size")
+        steps, rows, columns = self._steps((image.height, image.width), settings)
+        for size in steps:
             image = pixels.resize(image, size, filter_)
-        if not settings.flag("do_image_splitting", True):
-            return [pixels.planes(pixels.resize(image, (side, side), filter_))], 0, 0
-        image = pixels.resize(image, _multiples((image.height, image.width), side), filter_)
-        if image.height <= side and image.width <= side:
+        if not rows:
             return [pixels.planes(image)], 0, 0
+        side = self._side(settings)
         tiles = pixels.tiles(pixels.planes(image), (side, side))
-        whole = pixels.planes(pixels.resize(image, (side, side), filter_))
-        return [*tiles, whole], image.height // side, image.width // side
+        return [*tiles, pixels.planes(pixels.resize(image, (side, side), filter_))], rows, columns
+
+    def _side(self, settings: Settings) -> int:
+        return settings.edges("max_image_size").get("longest_edge", 364)
+
+    def _steps(self, size: Size, settings: Settings) -> tuple[list[Size], int, int]:
+        """What an image of this size is resized to, one after another, and how many rows and columns of tiles it has
+        then; none if it is left whole."""
+        side, steps = self._side(settings), list[Size]()
+        if settings.flag("do_resize", True):
+            longest = settings.edges("size").get("longest_edge")
+            size = _scaled(size, longest) if longest else settings.box("size")
+            steps.append(size)
+        if not settings.flag("do_image_splitting", True):
+            return [*steps, (side, side)], 0, 0
+        size = _multiples(size, side)
+        steps.append(size)
+        return (steps, 0, 0) if max(size) <= side else (steps, size[0] // side, size[1] // side)
+
+    def layout_of(self, size: Size, options: Mapping[str, Any]) -> EmbedsLayout:
+        _, rows, columns = self._steps(size, self.image.over(options))
+        return EmbedsLayout(self._text(rows, columns), self.num * (rows * columns + 1), {})
 
     def _text(self, rows: int, columns: int) -> str:
         around, token = "<fake_token_around_image>", self.placeholders["image"] * self.num
@@ -136,21 +163,30 @@ class InternVL(Family):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], count: int) -> ProcessedItem:
         import numpy as np  # lazy
 
-        token = self.feature("image")
         if modality == "video":
             settings = self.video.over(options)
             size, filter_ = settings.box("size"), settings.filter(BICUBIC)
             parts = pixels.resized_frames(value.frames, size, filter_)
-            frames = [f"Frame{number + 1}: <img>{token * self.num}</img>" for number in range(len(parts))]
-            text = "\n".join(frames)
+            text = self._video_text(len(parts))
         elif modality == "image":
             settings = self.image.over(options)
             parts = self._tiles(value, settings)
-            text = f"<img>{token * (self.num * len(parts))}</img>"
+            text = self.embeds_text("image", self.num * len(parts))
         else:
             raise self.refuse(modality)
         array = settings.levels().apply(np.stack(parts))
         return ProcessedItem({"pixel_values": array}, text, self.num * len(parts))
+
+    def _video_text(self, num: int) -> str:
+        token = self.feature("video")
+        return "\n".join(f"Frame{number + 1}: <img>{token * self.num}</img>" for number in range(num))
+
+    def embeds_text(self, modality: str, num: int) -> str:
+        if modality == "image":
+            return f"<img>{self.feature('image') * num}</img>"
+        if num % self.num:
+            raise InputError(f"video embeddings have {num} vectors; this model has {self.num} per frame")
+        return self._video_text(num // self.num)
 
     def _tiles(self, image: Image, settings: Settings) -> list[Array]:
         size, filter_ = settings.box("size"), settings.filter(BICUBIC)
@@ -179,6 +215,7 @@ class Pixtral(Family):
     """An image at its own size up to a limit, row by row, with a token at the end of each row and of the image."""
 
     placeholders = {"image": "[IMG]"}
+    beside_embeds = BY_SIZE
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -201,11 +238,17 @@ class Pixtral(Family):
         settings = self.image.over(options)
         size = _within((value.height, value.width), settings, self.patch)
         array = settings.levels().apply(pixels.planes(pixels.resize(value, size, settings.filter(BICUBIC))))
+        text, num, _ = self._layout(size)
+        arrays = {"pixel_values": array[None], "image_sizes": np.array([size], np.int64)}
+        return ProcessedItem(arrays, text, num)
+
+    def layout_of(self, size: Size, options: Mapping[str, Any]) -> EmbedsLayout:
+        return self._layout(_within(size, self.image.over(options), self.patch))
+
+    def _layout(self, size: Size) -> EmbedsLayout:
         rows, columns = size[0] // self.patch, size[1] // self.patch
         line = self.placeholders["image"] * columns
-        text = (line + self.ends[0]) * (rows - 1) + line + self.ends[1]
-        arrays = {"pixel_values": array[None], "image_sizes": np.array([size], np.int64)}
-        return ProcessedItem(arrays, text, rows * columns)
+        return EmbedsLayout((line + self.ends[0]) * (rows - 1) + line + self.ends[1], rows * columns, {})
 
 
 def _within(size: Size, settings: Settings, patch: int) -> Size:

@@ -20,6 +20,7 @@ _SPARES = ("<|reserved_special_token_0|>", "<unused0>", "<|fim_pad|>", "<|extra_
 
 class Ultravox(Family):
     placeholders = {"audio": "<|audio|>"}
+    embeds_by_count = ("audio",)
     spares = _SPARES
 
     def __init__(self, files: ProcessorFiles) -> None:
@@ -38,9 +39,6 @@ class Ultravox(Family):
         self.num_frames = min(own.whole("audio_context_size", high=_MOST_FRAMES), most)
         size = text.get("vocab_size")
         self.num_tokens = size if isinstance(size, int) and not isinstance(size, bool) else None
-
-    def embeds_text(self, modality: str, num: int) -> str:
-        return self.placeholders[modality] * num
 
     def process(self, modality: str, value: Audio, options: Mapping[str, Any], count: int) -> ProcessedItem:
         import numpy as np  # lazy

@@ -231,3 +231,45 @@ def test_what_is_refused(name: str, qwen: MediaInputs) -> None:
     with pytest.raises(InputError, match=why):
         images(qwen, value)
     assert images(qwen, {"image_embeds": VECTORS[:6], "image_grid_thw": FIRST})
+
+
+def minicpm(release: Any) -> ProcessorFiles:
+    return ProcessorFiles(config={"model_type": "minicpmv", "version": release, "query_num": 4})
+
+
+SIZED = {
+    "MiniCPM-V 2.5": ("MiniCPMVProcessor", minicpm("2.5")), "MiniCPM-V 2.6": ("MiniCPMVProcessor", minicpm(2.6)),
+    "MiniCPM-V 4.5": ("MiniCPMVProcessor", minicpm(4.5)), "MiniCPM-V 4.6": ("MiniCPMV4_6Processor", ProcessorFiles()),
+    "MiniCPM-V 4.7": ("MiniCPMV4_7Processor", ProcessorFiles()),
+    "MiniCPM-OCR": ("MiniCPMOcrProcessor", ProcessorFiles()),
+    "Idefics 3": ("Idefics3Processor", ProcessorFiles()), "Pixtral": ("PixtralProcessor", ProcessorFiles()),
+    "Llama 4": ("Llama4Processor", ProcessorFiles()), "LFM2": ("Lfm2VlProcessor", ProcessorFiles()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_the_size_of_an_image_tells_its_layout(name: str) -> None:
+    """The text, the count and the sizes of its parts are those that the image itself has."""
+    family = make_family(*SIZED[name])
+    for size in ((40, 30), (448, 448), (900, 700), (300, 1800)):
+        item = family.process("image", Image.new("RGB", size), {}, 1)
+        beside = {"image_sizes": list(size)}
+        text, arrays = family.lay_out_embeds("image", beside, {})
+        assert (text, family.count_embeds("image", beside, {})) == (item.text, item.num_vectors)
+        assert {key: array.tolist() for key, array in arrays.items()} == {
+            key: array.tolist() for key, array in item.arrays.items() if key == "target_sizes"
+        }
+
+
+def test_options_of_a_prompt_change_the_layout(made: list[MediaInputs]) -> None:
+    made.append(inputs("MiniCPMVProcessor", {"model_type": "minicpmv", "version": 2.6, "query_num": 4}))
+    whole = {"image_embeds": VECTORS[:4], "image_sizes": (900, 700)}
+    (one,) = images(made[0], whole, None, {"max_slice_nums": 1})
+    assert one.item.num_vectors == 4 and one.item.text.count("<slice>") == 0
+    with pytest.raises(InputError, match=r"has 4 vectors, and an item with image_sizes \[900, 700\] has 20"):
+        images(made[0], whole)
+    for size in ((0, 700), (900, 1 << 20), (900,), (900.0, 700.0)):
+        with pytest.raises(InputError, match=r"expected whole numbers from 1 to 32768|expected 2"):
+            images(made[0], whole | {"image_sizes": size})
+    with pytest.raises(InputError, match="takes no embeddings of video items"):
+        load(made[0], {"video": VECTORS[None]})
