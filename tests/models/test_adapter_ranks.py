@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base import env
 from quire.config import LoRAConfig
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts, mixtures_of
@@ -182,6 +183,29 @@ def test_steps_that_do_not_ask_which_slots_they_have(
     monkeypatch.setattr(AdapterRows, "groups", property(read_back))
     shares = on_ranks(size, lambda group: run(tmp_path, paths, group, both=True, stacks=True))
     check([one.logits for one in shares], whole.logits)
+
+
+@pytest.mark.parametrize("stacks", [False, True], ids=["by slot", "stacks"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    stacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batch-invariant mode: the same bits, whichever adapters the others have."""
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
+    env.forget_all()
+    paths = write_adapters("LlamaForCausalLM", tmp_path)
+
+    def together_and_alone(group: ShardGroup) -> tuple[list[Tensor], list[Tensor]]:
+        with LOADING:
+            model = loaded(tmp_path, group)
+        assert model.storage.kernels.batch_invariant
+        read_all(model, paths, both=True, stacks=stacks).close()
+        everything = [(row, 1) for row in range(len(PROMPTS))]  # matmuls of one row add up in another order than others
+        steps = [everything, *([grant] for grant in everything)]
+        together, *alone = (Paged(model, PROMPTS, block_size=4, slots=(1, 0, 1, 1)).step(grants) for grants in steps)
+        return together, [logits for (logits,) in alone]
+
+    for together, alone in on_ranks(2, together_and_alone):
+        assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
 
 
 def test_what_ranks_have_of_adapters(tmp_path: Path) -> None:
