@@ -28,6 +28,7 @@ from quire.schema.adapters import AdapterPlacement, AdapterSource
 from quire.worker.adapters import WorkerAdapters
 from quire.worker.balance import ExpertBalance
 from quire.worker.lora import give_slots
+from tests.models.test_expert_ranks import stored
 from tests.models.test_ranks import LOADING, check
 from tests.paged import Paged
 from tests.shard_rank import loaded
@@ -97,10 +98,15 @@ def bytes_of(adapters: Sequence[HostAdapter]) -> int:
 
 def run(
     folder: Path, paths: Sequence[str], group: ShardGroup, *, both: bool = False, placement: str = "",
-    stacks: bool = False,
+    stacks: bool = False, form: str = "",
 ) -> Ran:  # fmt: skip
-    with LOADING:
-        model = loaded(folder, replace(group, placement=placement))
+    """`form`: of the model's weights."""
+    group = replace(group, placement=placement)
+    if form:
+        model = stored(folder, group, form)
+    else:
+        with LOADING:
+            model = loaded(folder, group)
     adapters = read_all(model, paths, both=both, stacks=stacks)
     paged = Paged(model, PROMPTS, block_size=4, slots=SLOTS)
     logits = [row for grants in STEPS for row in paged.step(grants)]
@@ -183,6 +189,21 @@ def test_steps_that_do_not_ask_which_slots_they_have(
     monkeypatch.setattr(AdapterRows, "groups", property(read_back))
     shares = on_ranks(size, lambda group: run(tmp_path, paths, group, both=True, stacks=True))
     check([one.logits for one in shares], whole.logits)
+
+
+@pytest.mark.parametrize(("arch", "form"), [("LlamaForCausalLM", "fp8"), ("MixtralForCausalLM", "int8_wo")])
+def test_quantized_weights(arch: str, form: str, tmp_path: Path) -> None:
+    """Ranks round their own parts of a matrix, so one rank has other weights; adapters are not rounded."""
+    paths = write_adapters(arch, tmp_path)
+    one_half, both = (
+        [
+            share.logits
+            for share in on_ranks(2, lambda group, both=both: run(tmp_path, paths, group, form=form, both=both))
+        ]  # type: ignore[misc]
+        for both in (False, True)
+    )
+    check(both, one_half[0])
+    assert not all(map(torch.equal, both[0], run(tmp_path, paths, ALONE).logits))
 
 
 @pytest.mark.parametrize("stacks", [False, True], ids=["by slot", "stacks"])
