@@ -111,6 +111,7 @@ def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str
         "attention": config.attention_config.backend,
         "fixed": env.BATCH_INVARIANT.get(),
         **({} if lora is None else {"adapters": [lora.max_loras, lora.max_lora_rank, lora.lora_dtype]}),
+        **({"both_cut": True} if lora is not None and lora.fully_sharded_loras and num_workers > 1 else {}),
         **({"rank": rank, "ranks": num_workers} if num_workers > 1 else {}),
         **({"stages": stages, "layers": env.PP_LAYER_PARTITION.get()} if stages > 1 else {}),
     }

@@ -80,6 +80,17 @@ def test_adapters_are_merged_weights(name: str, tmp_path: Path) -> None:
         assert (results(name, llm, TEXTS, None)[0] - alike[0]).abs().max() > 1e-2, "the adapter changes nothing"
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["one half", "both"])
+def test_ranks_that_share_an_encoder(both: bool, tmp_path: Path, warm_children: None) -> None:
+    model = make_pooling("BertModel", tmp_path / "model")
+    adapter = adapter_of(model, tmp_path / "a", 1, table=True)
+    models, loras = (model, merge(model, adapter)), (None, LoRARequest("a", 1, adapter.path))
+    with start(tmp_path / "model", tensor_parallel_size=2, fully_sharded_loras=both) as llm:
+        found = results("BertModel", llm, TEXTS, [loras[n % 2] for n in range(4)])
+        for n, (one, text) in enumerate(zip(found, TEXTS, strict=True)):
+            torch.testing.assert_close(one, expected("BertModel", models[n % 2], text), atol=1e-4, rtol=1e-4)
+
+
 def test_prefixes_belong_to_their_adapter(tmp_path: Path) -> None:
     model = make_pooling("Qwen3Model", tmp_path / "model")
     adapter = adapter_of(model, tmp_path / "a", 1)

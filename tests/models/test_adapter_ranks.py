@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base import env
 from quire.config import LoRAConfig
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts, mixtures_of
@@ -27,6 +28,7 @@ from quire.schema.adapters import AdapterPlacement, AdapterSource
 from quire.worker.adapters import WorkerAdapters
 from quire.worker.balance import ExpertBalance
 from quire.worker.lora import give_slots
+from tests.models.test_expert_ranks import stored
 from tests.models.test_ranks import LOADING, check
 from tests.paged import Paged
 from tests.shard_rank import loaded
@@ -96,10 +98,15 @@ def bytes_of(adapters: Sequence[HostAdapter]) -> int:
 
 def run(
     folder: Path, paths: Sequence[str], group: ShardGroup, *, both: bool = False, placement: str = "",
-    stacks: bool = False,
+    stacks: bool = False, form: str = "",
 ) -> Ran:  # fmt: skip
-    with LOADING:
-        model = loaded(folder, replace(group, placement=placement))
+    """`form`: of the model's weights."""
+    group = replace(group, placement=placement)
+    if form:
+        model = stored(folder, group, form)
+    else:
+        with LOADING:
+            model = loaded(folder, group)
     adapters = read_all(model, paths, both=both, stacks=stacks)
     paged = Paged(model, PROMPTS, block_size=4, slots=SLOTS)
     logits = [row for grants in STEPS for row in paged.step(grants)]
@@ -182,6 +189,44 @@ def test_steps_that_do_not_ask_which_slots_they_have(
     monkeypatch.setattr(AdapterRows, "groups", property(read_back))
     shares = on_ranks(size, lambda group: run(tmp_path, paths, group, both=True, stacks=True))
     check([one.logits for one in shares], whole.logits)
+
+
+@pytest.mark.parametrize(("arch", "form"), [("LlamaForCausalLM", "fp8"), ("MixtralForCausalLM", "int8_wo")])
+def test_quantized_weights(arch: str, form: str, tmp_path: Path) -> None:
+    """Ranks round their own parts of a matrix, so one rank has other weights; adapters are not rounded."""
+    paths = write_adapters(arch, tmp_path)
+    one_half, both = (
+        [
+            share.logits
+            for share in on_ranks(2, lambda group, both=both: run(tmp_path, paths, group, form=form, both=both))
+        ]  # type: ignore[misc]
+        for both in (False, True)
+    )
+    check(both, one_half[0])
+    assert not all(map(torch.equal, both[0], run(tmp_path, paths, ALONE).logits))
+
+
+@pytest.mark.parametrize("stacks", [False, True], ids=["by slot", "stacks"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    stacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batch-invariant mode: the same bits, whichever adapters the others have."""
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
+    env.forget_all()
+    paths = write_adapters("LlamaForCausalLM", tmp_path)
+
+    def together_and_alone(group: ShardGroup) -> tuple[list[Tensor], list[Tensor]]:
+        with LOADING:
+            model = loaded(tmp_path, group)
+        assert model.storage.kernels.batch_invariant
+        read_all(model, paths, both=True, stacks=stacks).close()
+        everything = [(row, 1) for row in range(len(PROMPTS))]  # matmuls of one row add up in another order than others
+        steps = [everything, *([grant] for grant in everything)]
+        together, *alone = (Paged(model, PROMPTS, block_size=4, slots=(1, 0, 1, 1)).step(grants) for grants in steps)
+        return together, [logits for (logits,) in alone]
+
+    for together, alone in on_ranks(2, together_and_alone):
+        assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
 
 
 def test_what_ranks_have_of_adapters(tmp_path: Path) -> None:

@@ -205,6 +205,19 @@ def test_whose_experts_are_divided_among_engines(
     assert not parallel.experts_span_engines and "the model has no experts" in caplog.text
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_are_cut_with_several_ranks(ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    args = EngineArgs(
+        model=str(tmp_path), device="cpu", skip_tokenizer_init=True, enable_lora=True, fully_sharded_loras=True,
+        enable_expert_parallel=True, tensor_parallel_size=ranks,
+    )  # fmt: skip
+    config = args.create_engine_config()
+    assert config.lora_config is not None and config.lora_config.fully_sharded_loras
+    assert ("fully_sharded_loras has no effect: with tensor_parallel_size 1" in caplog.text) is (ranks == 1)
+
+
 def test_stages_have_a_step_each_and_no_look_ahead(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3}))
     for size, ahead in ((1, True), (3, True), (3, None)):
