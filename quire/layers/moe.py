@@ -280,7 +280,7 @@ class Moe(nn.Module):
         unchanged: Tensor | None = None
         if self.kind.identities:  # one of the token's experts is run in their place, and weighs nothing
             is_expert = index < self.kind.experts
-            unchanged = x * weights.masked_fill(is_expert, 0).sum(-1, keepdim=True).to(x.dtype)
+            unchanged = x * self._sum(weights.masked_fill(is_expert, 0)[..., None]).to(x.dtype)
             own = index.amin(-1, keepdim=True).clamp_max(self.kind.experts - 1)
             weights, index = weights.masked_fill(~is_expert, 0), torch.where(is_expert, index, own)
         h = x if self.narrow is None else self.narrow(x)

@@ -127,9 +127,10 @@ def test_every_rank_with_all_of_the_drafter(folder: Path, plain_of: Callable[[st
 def test_ranks_that_weigh_costs_come_to_the_same(
     folder: Path, plain_of: Callable[[str], list[Any]], method: str
 ) -> None:
-    """Each measures its own time, and what they draft goes by the sum."""
+    """Each measures its own time, and what they draft goes by the sum. Drafts that a model makes may not be worth
+    theirs on a machine that is in use."""
     more = {"draft_sample_method": "probabilistic"} if method in ("draft_model", "eagle") else {}
     answers, proposed, _, _ = drafts_of(folder, method, 2, adaptive=True, **more)
     expected = plain_of(method)
     assert answers[::3] == expected[::3] and (more or answers == expected)
-    assert proposed[0] == proposed[1] and (proposed[0] or method == "draft_model"), "which costs as much as the model"
+    assert proposed[0] == proposed[1] and (proposed[0] or method in ("draft_model", "eagle", "eagle3", "mtp"))
