@@ -41,6 +41,7 @@ enum qc_wrong {
   QC_WRONG_MEMORY = -14,
   QC_WRONG_RANKS = -15,
   QC_WRONG_PEER = -16,  // a rank did not come to a sum in time
+  QC_WRONG_SUM = -17,   // ranks came to a sum with other sizes or dtypes than each other
 };
 
 // Processes of one machine that sum together, as one of them sees it. Their memory is the same, all zeros at first; it

@@ -4,6 +4,7 @@
 #include <limits.h>
 #include <time.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "pause.h"
@@ -19,6 +20,8 @@ namespace {
 
 typedef std::chrono::steady_clock Clock;
 constexpr int kLooks = 32;  // between two looks at the clock
+constexpr std::chrono::nanoseconds kSleep = std::chrono::seconds(1);
+constexpr int kDtypeBits = 8;
 
 static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free);
 
@@ -49,7 +52,8 @@ struct Sleeper {
   ~Sleeper() { line.sleepers.fetch_sub(1); }
 };
 
-void await(RankLine& line, uint32_t turn, Clock::time_point began, const qc_ranks& group) {
+// slept: by this rank, for the ranks of one turn.
+void await(RankLine& line, uint32_t turn, Clock::time_point began, const qc_ranks& group, std::chrono::nanoseconds& slept) {
   const std::chrono::microseconds awake(group.spin_us);
   const std::chrono::milliseconds patience(group.patience_ms);
   do {
@@ -60,9 +64,11 @@ void await(RankLine& line, uint32_t turn, Clock::time_point began, const qc_rank
   } while (Clock::now() - began < awake);
   const Sleeper asleep(line);
   for (uint32_t seen; !has_come(seen = line.turn.load(), turn);) {
-    const auto left = patience - (Clock::now() - began);
-    if (left <= left.zero()) throw Refused{QC_WRONG_PEER};
-    sleep_on(line.turn, seen, left);
+    if (slept >= patience) throw Refused{QC_WRONG_PEER};
+    const auto most = std::min<std::chrono::nanoseconds>(patience - slept, kSleep);
+    const Clock::time_point from = Clock::now();
+    sleep_on(line.turn, seen, most);
+    slept += std::min<std::chrono::nanoseconds>(Clock::now() - from, most);  // more: this process was stopped
   }
 }
 
@@ -83,13 +89,24 @@ char* RankMemory::slot(int rank) const {
   return first + room * (2 * int64_t(rank) + own().round);
 }
 
+void RankMemory::begin_round(int64_t left, int dtype) {
+  own().round ^= 1;
+  own().sums[own().round] = uint64_t(left) << kDtypeBits | uint64_t(dtype);
+}
+
+void RankMemory::agree() const {
+  for (int rank = 0; rank < group.ranks; ++rank)
+    if (summed_by(rank) != summed_by(group.rank)) throw Refused{QC_WRONG_SUM};
+}
+
 void RankMemory::meet() {
   const uint32_t turn = own().turn.load(std::memory_order_relaxed) + 1;
   own().turn.store(turn);
   if (own().sleepers.load()) wake_all(own().turn);
   const Clock::time_point began = Clock::now();
+  std::chrono::nanoseconds slept(0);
   for (int rank = 0; rank < group.ranks; ++rank)
-    if (rank != group.rank) await(line(rank), turn, began, group);
+    if (rank != group.rank) await(line(rank), turn, began, group, slept);
 }
 
 }  // namespace quire

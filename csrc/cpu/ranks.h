@@ -2,8 +2,8 @@
 //
 // A line says to how many turns its rank has come; ranks wait for one another there, awake for a little while and then
 // asleep. A slot has two halves that are used in turn: who comes to a turn has read all that was written two rounds
-// before, so a half is not written again before everybody is done with it. What other ranks write is never an address
-// or a size.
+// before, so a half is not written again before everybody is done with it. So is what a rank says that it sums. What other
+// ranks write is never an address or a size: what they say is compared, and refused where it differs.
 #pragma once
 #include <atomic>
 
@@ -20,8 +20,9 @@ struct Refused {
 struct alignas(128) RankLine {
   std::atomic<uint32_t> turn;      // others wait for it
   std::atomic<uint32_t> sleepers;  // how many of them sleep
-  std::atomic<uint32_t> busy;      // the rest is this rank's own
+  std::atomic<uint32_t> busy;      // this and the next are this rank's own
   uint32_t round;
+  uint64_t sums[2];  // for each half, what this rank sums: others read it once they have met
 };
 
 class RankMemory {
@@ -33,8 +34,9 @@ class RankMemory {
 
   static int64_t room_of(const qc_ranks& group);  // bytes of half a slot, a multiple of 64; below 1: there is none
 
-  void begin_round() { own().round ^= 1; }
+  void begin_round(int64_t left, int dtype);  // left: how many numbers are still to be summed, with those of this round
   void meet();  // says that this rank has come, and returns when all have. Refused: one does not come
+  void agree() const;  // once all have met in a round. Refused: one sums something else
   char* slot(int rank) const;  // the half of this round
 
   const qc_ranks& group;
@@ -43,6 +45,7 @@ class RankMemory {
  private:
   RankLine& line(int rank) const { return static_cast<RankLine*>(group.memory)[rank]; }
   RankLine& own() const { return line(group.rank); }
+  uint64_t summed_by(int rank) const { return line(rank).sums[own().round]; }
 };
 
 }  // namespace quire

@@ -51,16 +51,17 @@ void copy_numbers(const T* from, T* to, int64_t count) {
   each_piece<T>(count, work);
 }
 
-// At most as many as fit into half a slot.
+// At most as many as fit into half a slot, of those that are left.
 template <int Dtype>
-void sum_round(RankMemory& memory, typename Numbers<Dtype>::Type* x, int64_t count) {
+void sum_round(RankMemory& memory, typename Numbers<Dtype>::Type* x, int64_t count, int64_t left) {
   typedef typename Numbers<Dtype>::Type T;
   const int ranks = memory.group.ranks;
-  memory.begin_round();
+  memory.begin_round(left, Dtype);
   auto slot = [&](int rank) { return reinterpret_cast<T*>(memory.slot(rank)); };
   T* own = slot(memory.group.rank);
   copy_numbers(x, own, count);
   memory.meet();
+  memory.agree();
   if (ranks < 3 || count * int64_t(sizeof(T)) < kSumTwice) return add_slots<Dtype>(memory, 0, count, x);
   constexpr int64_t line = 64 / int64_t(sizeof(T));
   auto start = [&](int rank) { return count / line * rank / ranks * line; };
@@ -76,7 +77,8 @@ void sum_ranks(const qc_ranks& group, void* x, int64_t count) {
   typedef typename Numbers<Dtype>::Type T;
   RankMemory memory(group);
   const int64_t most = memory.room / int64_t(sizeof(T));
-  for (T* at = static_cast<T*>(x); count > 0; at += most, count -= most) sum_round<Dtype>(memory, at, count < most ? count : most);
+  for (T* at = static_cast<T*>(x); count > 0; at += most, count -= most)
+    sum_round<Dtype>(memory, at, count < most ? count : most, count);
 }
 
 }  // namespace QC_ISA

@@ -3,19 +3,24 @@ library without the interpreter's lock; tests/worker/test_shared_sums.py has pro
 
 from __future__ import annotations
 
+import mmap
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.ops.cpu.native import KernelError, kernels, usable
-from quire.ops.cpu.rank_sums import NativeSum, memory_bytes
+from quire.ops.cpu.rank_sums import LINE_BYTES, NativeSum, memory_bytes
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -204,3 +209,62 @@ def test_two_sums_of_one_rank_at_once_are_refused() -> None:
     sums[1](torch.ones(8))
     waiting.join(60)
     assert not waiting.is_alive() and (x == 2).all() and not line[2]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(9), torch.ones(1), torch.ones(8, dtype=torch.bfloat16), torch.ones(24)],
+    ids=["longer", "shorter", "other dtype", "more rounds"],
+)
+def test_ranks_that_sum_different_things_are_all_refused(other: Tensor, ranks: int) -> None:
+    """And sum again, once they agree."""
+    sums = make_ranks(ranks, 64)  # 16 numbers
+    parts, said = [*(torch.ones(17 if len(other) > 16 else 8) for _ in range(ranks - 1)), other], list[str]()
+
+    def work(rank: int) -> None:
+        with pytest.raises(KernelError) as failed:
+            sums[rank](parts[rank])
+        said.append(str(failed.value))
+
+    at_once([partial(work, rank) for rank in range(ranks)])
+    assert len(said) == ranks and all("ranks that sum different sizes or dtypes at once" in one for one in said)
+    agreed = [torch.ones(8) for _ in range(ranks)]
+    at_once([partial(sums[rank], agreed[rank]) for rank in range(ranks)])
+    assert all((one == ranks).all() for one in agreed)
+
+
+_WAITING_RANK = """
+import mmap, sys, torch
+from quire.ops.cpu.native import kernels
+from quire.ops.cpu.rank_sums import NativeSum
+with open(sys.argv[1], "r+b") as file:
+    memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+x = torch.ones(8)
+NativeSum(kernels(), memory, 0, 2, None, spin_us=0, patience_s=4.0)(x)
+print(x.tolist())
+"""
+
+
+def test_a_rank_does_not_wait_while_it_is_stopped(tmp_path: Path) -> None:
+    library, path = kernels(), tmp_path / "memory"
+    assert library is not None
+    path.write_bytes(bytes(memory_bytes(2, 4096)))
+    with path.open("r+b") as file:
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    command = [sys.executable, "-c", _WAITING_RANK, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+        try:
+            sleepers = memory.view(torch.int32)[LINE_BYTES // 4 + 1 :]  # of the line of rank 1
+            while not sleepers[0]:
+                assert waiting.poll() is None, waiting.communicate()
+                time.sleep(0.01)
+            waiting.send_signal(signal.SIGSTOP)
+            time.sleep(4.5)  # longer than it waits
+            waiting.send_signal(signal.SIGCONT)
+            x = torch.ones(8)
+            NativeSum(library, memory, 1, 2, refused, spin_us=0, patience_s=60.0)(x)
+            said, errors = waiting.communicate(timeout=60)
+        finally:
+            waiting.kill()
+    assert said.strip() == str([2.0] * 8) == str(x.tolist()), errors

@@ -252,6 +252,23 @@ def test_an_engine_that_is_frozen_while_idle_is_not_healthy_either(tmp_path):
         assert stream.error is None and server.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_server_that_is_stopped_as_a_whole_goes_on(tmp_path, count):
+    """As Ctrl-Z and fg do it, for longer than any process may stand still."""
+    with hosted(tmp_path, "--api-server-count", count) as server:
+        streams = [Stream(server, "abc", 60, sleep=0.05) for _ in range(2)]
+        assert all(stream.begun.wait(60) for stream in streams)
+        time.sleep(0.5)  # the processes have been looked at
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        time.sleep(2.0)
+        os.killpg(server.process.pid, signal.SIGCONT)
+        for stream in streams:
+            stream.finish()
+            assert stream.error is None and stream.text == "abc" * 20, stream.error
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0 and "stopped by a signal" not in server.log
+
+
 @pytest.mark.parametrize(
     ("about", "words"),
     [({"bad_checkpoint": True}, "tensor 'lm_head' has shape"), ({"exit_in_load": True}, "left with exit code 11")],

@@ -40,6 +40,7 @@ WRONG = {  # qc_wrong
     -14: "more work than there is memory or threads for",
     -15: "an inconsistent group of ranks, or two sums at once",
     -16: "a rank that did not come to a sum in time",
+    -17: "ranks that sum different sizes or dtypes at once",
 }
 _WHOLE = (c_int, c_int32, c_int64)
 KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6, "B32": 7}

@@ -33,7 +33,8 @@ def memory_bytes(ranks: int, room: int) -> int:
 
 class NativeSum(NativeReduce):
     """In place. All ranks call it with the same sizes in the same order, and get the same bits: float32 sums in the
-    order of ranks, rounded once. `otherwise`: for tensors of other dtypes, and those that are not contiguous."""
+    order of ranks, rounded once. Where they differ, all are refused. `otherwise`: for tensors of other dtypes, and
+    those that are not contiguous."""
 
     def __init__(
         self, library: ctypes.CDLL, memory: Tensor, rank: int, ranks: int, otherwise: Callable[[Tensor], Tensor],
