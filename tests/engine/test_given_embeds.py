@@ -117,7 +117,7 @@ class Given:
         self.params = SamplingParams(
             temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1, logit_bias=dict.fromkeys(self.special, -100.0)
         )
-        self.text = f"USER: {CASES[name][-1]}\nWhat is shown?"
+        self.text = f"USER: {CASES[name][-1]}\nWhat is shown? Describe the image, then the next."
         self.llm = LLM(str(folder), **ENGINE)
 
     def ask(self, value: Any, words: str = "", **more: Any) -> Any:
@@ -210,6 +210,9 @@ def test_vectors_with_their_grid_say_what_the_item_says(name: str, tmp_path: Pat
         turned = beside | {grid: beside[grid][:, [0, 2, 1]]}
         distance = apart(given.ask({kind: vectors, **turned}), shown)
         assert distance < 1e-4 if name == "videollama 3" else distance > 1e-3  # its language model knows no grids
+        assert apart(given.ask({kind: vectors, **beside}), shown) < 1e-4  # nothing of the other grid's prefix is taken
+        again = given.ask({kind: vectors, **beside})
+        assert apart(again, shown) < 1e-4 and (again.num_cached_tokens or name == "qwen3.5")
         if "second_per_grid_ts" in beside:
             later = beside | {"second_per_grid_ts": 20.0}
             assert apart(given.ask({kind: vectors, **later}), shown) > 1e-3

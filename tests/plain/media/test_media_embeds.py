@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 
 from quire.config import MultiModalConfig
+from quire.media.embeds import EmbedsPart
 from quire.media.families import make_family
 from quire.media.inputs import LoadedItem, LoadedMedia, MediaInputs
+from quire.media.parts import collect
 from quire.media.settings import ProcessorFiles
 from quire.media.sources import MediaSources
 from quire.media.workers import MediaWorkers
@@ -81,6 +83,25 @@ def test_several_items_in_every_form(qwen: MediaInputs) -> None:
     assert [numbers(one)[0] for one in same] == [VECTORS[:2].tobytes(), VECTORS[6:].tobytes()]
     beside = images(qwen, [Image.new("RGB", (56, 56)), {"image_embeds": VECTORS[6:], "image_grid_thw": SECOND}])
     assert ["embeds" in one.item.arrays for one in beside] == [False, True]
+
+
+def test_parts_of_chats(qwen: MediaInputs) -> None:
+    fields = {"image_embeds": VECTORS[:6], "image_grid_thw": FIRST}
+    parts = [
+        {"type": "image_embeds", "image_embeds": fields, "uuid": "one"},
+        {"type": "image_embeds", "image_embeds": EmbedsPart(fields | {"image_grid_thw": [[1, 6, 4]]})},
+    ]
+    collected = collect([{"role": "user", "content": parts}], qwen.family, is_local=True)
+    loaded = load(qwen, collected.items, collected.given_uuids()).items["image"]
+    assert [numbers(one)[1] for one in loaded] == [FIRST, [1, 6, 4]]
+    with pytest.raises(InputError, match="a part of type 'image_embeds' whose data cannot be read"):
+        collect(
+            [{"role": "user", "content": parts}], qwen.family, is_local=False
+        )  # what a client says is decoded first
+    alone = collect([{"role": "user", "content": [{"type": "image_embeds", "image_embeds": VECTORS}]}], qwen.family,
+                    is_local=True)  # fmt: skip
+    with pytest.raises(InputError, match="come with image_grid_thw"):
+        load(qwen, alone.items)
 
 
 def test_videos(made: list[MediaInputs]) -> None:
