@@ -7,6 +7,7 @@ family's grid means.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from quire.schema.errors import InputError
 from quire.schema.media import ArrayData
 
 ARRAY = "embeds"
-MOST_NUMBERS = 1 << 16  # beside the embeddings of a prompt
+MOST_NUMBERS = 1 << 14  # beside the embeddings of a prompt
 _MOST_VECTORS = 1 << 20
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -143,7 +144,7 @@ def _split(value: Any, name: str, counts: Sequence[int]) -> list[Any]:
         return [value]
     if sum(counts) != shape[0]:
         raise _wrong(f"{name} has {shape[0]} vectors, and its {len(counts)} items have {sum(counts)}")
-    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    ends = itertools.accumulate(counts)
     return [cut(value, end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 

@@ -3,6 +3,7 @@ words that transformers says of the items themselves, in steps of every size."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from tokenizers import Tokenizer
 from quire import LLM, SamplingParams
 from quire.sched.gates import TokenBudget
 from quire.schema.errors import InputError
-from tests.media.test_joined import CASES, NUM, TONE, text, write_model
+from tests.media.test_joined import CASES, FURTHER, NUM, TONE, VISION, text, write_model
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import SPECIAL
+from tests.media_models import QWEN3_5
 
 FRAMES = [picture(100, 40), picture(100, 40).rotate(180), picture(100, 40)]
 ITEMS: dict[str, Any] = {"image": picture(50, 90), "video": FRAMES, "audio": TONE}
@@ -37,15 +39,52 @@ def qwen2_5_vl(vocab: Tokenizer) -> Any:
     )  # fmt: skip
 
 
+def paddle(vocab: Tokenizer) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    start, place, _ = map(vocab.token_to_id, PADDLE)
+    return tf.PaddleOCRVLConfig(
+        vision_config=dict(**VISION, image_size=56, patch_size=14), tie_word_embeddings=False,
+        text_config=text(vocab, rope_parameters=rope, head_dim=16), image_token_id=place, vision_start_token_id=start,
+        video_token_id=vocab.token_to_id("<|video_pad|>"),
+    )  # fmt: skip
+
+
+def qwen3_5(vocab: Tokenizer) -> Any:
+    return tf.Qwen3_5Config(
+        vision_config=dict(depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=4,
+                           patch_size=14, num_position_embeddings=64),
+        text_config=QWEN3_5 | text(vocab, num_hidden_layers=3), image_token_id=vocab.token_to_id("<|image_pad|>"),
+        video_token_id=vocab.token_to_id("<|video_pad|>"), vision_start_token_id=vocab.token_to_id("<|vision_start|>"),
+        vision_end_token_id=vocab.token_to_id("<|vision_end|>"), tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def video_llama3(vocab: Tokenizer) -> Any:
+    return tf.VideoLlama3Config(
+        vision_config=dict(**VISION, patch_size=14), text_config=tf.Qwen2Config(**text(vocab)),
+        image_token_id=vocab.token_to_id("<|image_pad|>"), video_token_id=vocab.token_to_id("<|video_pad|>"),
+    )  # fmt: skip
+
+
+PADDLE = ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def further_cases() -> Any:
     own = {
         "qwen2.5 vl": (qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration", *CASES["qwen2 vl"][2:]),
         "qwen2.5 vl, video": (qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration", *CASES["qwen2 vl, video"][2:]),
+        "paddleocr vl": (paddle, "PaddleOCRVLForConditionalGeneration", *CASES["qwen2 vl"][2:4], "".join(PADDLE)),
+        "qwen3.5": (qwen3_5, "Qwen3_5ForConditionalGeneration", *CASES["qwen3 vl, video"][2:4],
+                    "<|vision_start|><|image_pad|><|vision_end|>"),
+        "videollama 3": (video_llama3, "VideoLlama3ForConditionalGeneration", {},
+                         CASES["qwen2 vl"][3] | {"merge_size": 2}, "<|image_pad|>"),
         "qwen3 vl": (*CASES["qwen3 vl, video"][:4], "<|vision_start|><|image_pad|><|vision_end|>"),
-    }
+    }  # fmt: skip
     CASES.update(own)
+    FURTHER["paddleocr vl"] = PADDLE
     yield
+    del FURTHER["paddleocr vl"]
     for name in own:
         del CASES[name]
 
@@ -56,6 +95,8 @@ def sharpen(model: Any) -> None:
         for name, weight in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 weight.mul_(8)
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.add_(2)
             elif name.endswith(("v_proj.weight", "o_proj.weight")) or ("visual" in name and weight.ndim > 1):
                 weight.mul_(3)
 
@@ -76,7 +117,7 @@ class Given:
         self.params = SamplingParams(
             temperature=0, max_tokens=NUM, ignore_eos=True, logprobs=1, logit_bias=dict.fromkeys(self.special, -100.0)
         )
-        self.text = f"USER: {CASES[name][-1]}\nWhat is shown?"
+        self.text = f"USER: {CASES[name][-1]}\nWhat is shown? Describe the image, then the next."
         self.llm = LLM(str(folder), **ENGINE)
 
     def ask(self, value: Any, words: str = "", **more: Any) -> Any:
@@ -90,10 +131,9 @@ class Given:
         return {key: torch.from_numpy(np.array(array)) for key, array in one.item.arrays.items()}
 
     def vectors(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
-        name = {"image": "pixel_values", "video": "pixel_values_videos"}[self.modality]
         encode = getattr(self.model.model, f"get_{self.modality}_features")
         with torch.no_grad():
-            made = encode(arrays[name], arrays[f"{self.modality}_grid_thw"])
+            made = encode(**{name: array for name, array in arrays.items() if name != "second_per_grid_ts"})
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
         return torch.cat([torch.cat(list(one)) if isinstance(one, (list, tuple)) else one for one in parts], -1)
 
@@ -101,10 +141,15 @@ class Given:
         """What transformers answers."""
         prompt = torch.tensor([ids])
         is_media = torch.zeros_like(prompt, dtype=torch.bool)
-        for token in (f"<|{self.modality}_pad|>", "<|image|>"):
+        for token in (f"<|{self.modality}_pad|>", "<|image|>", PADDLE[1]):
             is_media |= prompt == (self.vocab.token_to_id(token) or -1)
-        inputs = arrays | {"mm_token_type_ids": is_media.long() * (2 if self.modality == "video" else 1)}
-        if "Qwen2_5" not in type(self.model).__name__:
+        kind = type(self.model).__name__
+        inputs = (
+            dict(arrays)
+            if "VideoLlama3" in kind
+            else arrays | {"mm_token_type_ids": is_media.long() * (2 if self.modality == "video" else 1)}
+        )
+        if "Qwen2_5" not in kind:
             inputs.pop("second_per_grid_ts", None)
         with torch.no_grad():
             made = self.model.generate(
@@ -120,9 +165,13 @@ class Given:
         self.llm.reset_prefix_cache()
 
 
-def first_logprob(output: Any) -> float:
-    said = output.outputs[0]
-    return float(said.logprobs[0][said.token_ids[0]].logprob)
+def apart(one: Any, other: Any) -> float:
+    """The farthest that log probabilities of two answers are from each other."""
+    ids, logprobs = (list(one.outputs[0].token_ids), [one.outputs[0].logprobs, other.outputs[0].logprobs])
+    if ids != list(other.outputs[0].token_ids):
+        return math.inf
+    pairs = zip(ids, *logprobs, strict=True)
+    return max(abs(float(ours[token].logprob) - float(theirs[token].logprob)) for token, ours, theirs in pairs)
 
 
 def timed(given: Given, arrays: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -138,7 +187,7 @@ def timed(given: Given, arrays: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 GRIDS = ("qwen2 vl", "qwen2 vl, video", "qwen2.5 vl", "qwen2.5 vl, video", "qwen3 vl", "qwen3 vl, video", "glm 4.1v",
-         "glm 4.1v, video")  # fmt: skip
+         "glm 4.1v, video", "qwen3.5", "paddleocr vl", "videollama 3")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -155,15 +204,19 @@ def test_vectors_with_their_grid_say_what_the_item_says(name: str, tmp_path: Pat
             output = given.ask({kind: vectors, **beside})
             assert output.prompt_token_ids == shown.prompt_token_ids
             assert list(output.outputs[0].token_ids) == expected, f"in steps of {size}"
-            assert first_logprob(output) == pytest.approx(first_logprob(shown), abs=1e-4)
+            assert apart(output, shown) < 1e-4
         given.in_steps_of(2048)
         grid = next(one for one in beside if one.endswith("grid_thw"))
         turned = beside | {grid: beside[grid][:, [0, 2, 1]]}
-        assert abs(first_logprob(given.ask({kind: vectors, **turned})) - first_logprob(shown)) > 1e-3
+        distance = apart(given.ask({kind: vectors, **turned}), shown)
+        assert distance < 1e-4 if name == "videollama 3" else distance > 1e-3  # its language model knows no grids
+        assert apart(given.ask({kind: vectors, **beside}), shown) < 1e-4  # nothing of the other grid's prefix is taken
+        again = given.ask({kind: vectors, **beside})
+        assert apart(again, shown) < 1e-4 and (again.num_cached_tokens or name == "qwen3.5")
         if "second_per_grid_ts" in beside:
             later = beside | {"second_per_grid_ts": 20.0}
-            assert abs(first_logprob(given.ask({kind: vectors, **later})) - first_logprob(shown)) > 1e-3
-        assert abs(first_logprob(given.ask({kind: -vectors, **beside})) - first_logprob(shown)) > 1e-3
+            assert apart(given.ask({kind: vectors, **later}), shown) > 1e-3
+        assert apart(given.ask({kind: -vectors, **beside}), shown) > 1e-3
 
 
 def merged(given: Given, ids: list[int], arrays: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -209,9 +262,9 @@ def test_vectors_alone_or_with_the_size_of_the_image(name: str, tmp_path: Path) 
             output = given.ask(value)
             assert output.prompt_token_ids == shown.prompt_token_ids
             assert output.outputs[0].token_ids == shown.outputs[0].token_ids
-            assert first_logprob(output) == pytest.approx(first_logprob(shown), abs=1e-4)
+            assert apart(output, shown) < 1e-4
         other = {**forms[0], kind: -vectors}
-        assert abs(first_logprob(given.ask(other)) - first_logprob(shown)) > 1e-3
+        assert apart(given.ask(other), shown) > 1e-3
         if name in SIZED:
             with pytest.raises(InputError, match=f"{kind} has {len(vectors)} vectors, and an item with image_sizes"):
                 given.ask({kind: vectors, "image_sizes": (90, 500)})
@@ -232,7 +285,7 @@ def test_without_an_encoder(without: dict[str, Any], tmp_path: Path) -> None:
     with LLM(str(tmp_path), **ENGINE, **without) as given.llm:
         output = given.ask(fields)
         assert output.outputs[0].token_ids == shown.outputs[0].token_ids
-        assert first_logprob(output) == pytest.approx(first_logprob(shown), abs=1e-4)
+        assert apart(output, shown) < 1e-4
         given.in_steps_of(3)
         assert given.ask(fields).outputs[0].token_ids == shown.outputs[0].token_ids
         named = {"multi_modal_uuids": {"image": ["a"]}}

@@ -17,7 +17,7 @@ from quire import LLM, SamplingParams
 from quire.media.families import make_family
 from quire.media.settings import ProcessorFiles
 from quire.media.video import Video
-from quire.schema.errors import NotBuiltError
+from quire.schema.errors import InputError, NotBuiltError
 from tests import minicpm_oracle
 from tests.media.test_pixels_oracle import picture
 from tests.media.tokens import write_tokenizer
@@ -56,7 +56,9 @@ class Tiny:
         (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
         files = ProcessorFiles(config=self.config.written(), parts={"image": PROCESSOR})
         self.family: Any = make_family("MiniCPMVProcessor", files)
-        self.llm = LLM(str(folder), dtype="float32", max_model_len=1024, max_num_seqs=4, block_size=16)
+        self.llm = LLM(
+            str(folder), dtype="float32", max_model_len=1024, max_num_seqs=4, block_size=16, enable_mm_embeds=True
+        )
         self.greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias={self.token: -100.0})
 
     @torch.inference_mode()
@@ -94,6 +96,28 @@ def test_texts_and_ids(tiny: Tiny) -> None:
     assert [written.count(f"<image_id>{number}</image_id><image><unk>") for number in range(4)] == [1, 1, 1, 0]
     once = tiny.llm.generate({"prompt": text, **media, "mm_processor_kwargs": {"max_slice_nums": 1}}, tiny.greedy)
     tiny.check(once[0], [tiny.family.process("image", image, {"max_slice_nums": 1}, 3) for image in images])
+
+
+@torch.inference_mode()
+def test_embeddings(tiny: Tiny) -> None:
+    """With the sizes of their images, of which slices follow: as the images themselves."""
+    images = [picture(100, 60), picture(30, 40), picture(60, 200)]
+    items = [tiny.family.process("image", image, {}, 3) for image in images]
+    vectors = [
+        tiny.model.get_image_features(
+            *map(torch.from_numpy, (item.arrays["pixel_values"], item.arrays["target_sizes"]))
+        )
+        for item in items
+    ]
+    text = "USER: (<image>./</image>)\n(<image>./</image>)\nthen (<image>./</image>)\nWhat is shown here?"
+    sizes = [image.size for image in images]
+    for value in ({"image_embeds": torch.cat(vectors), "image_sizes": sizes},
+                  {"image_embeds": vectors, "image_sizes": torch.tensor(sizes)}):  # fmt: skip
+        (output,) = tiny.llm.generate({"prompt": text, "multi_modal_data": {"image": value}}, tiny.greedy)
+        tiny.check(output, items)
+    with pytest.raises(InputError, match=r"has 30 vectors, and an item with image_sizes \[60, 200\] has 54"):
+        turned = {"image_embeds": vectors, "image_sizes": sizes[::-1]}
+        tiny.llm.generate({"prompt": text, "multi_modal_data": {"image": turned}}, tiny.greedy)
 
 
 def test_chats(tiny: Tiny) -> None:

@@ -164,3 +164,25 @@ def test_further_fields_are_refused_by_name(asked: Asked) -> None:
     part["image_embeds"] |= {str(number): 1 for number in range(20)}
     with pytest.raises(openai.BadRequestError, match="has 23 fields; the limit is 8"):
         asked.said(part, QUESTION)
+
+
+def test_a_video_with_its_times(tmp_path: Path) -> None:
+    """Of Qwen3-VL: vectors hold those of later layers, and times are written between frames."""
+    given = Given("qwen3 vl, video", tmp_path)
+    with given.llm:
+        arrays = given.arrays()
+        shown = given.ask(ITEMS["video"], "<|video_pad|>What is it?")
+    fields = {"video_embeds": encoded(given.vectors(arrays)), "video_grid_thw": encoded(arrays["video_grid_thw"]),
+              "timestamps": [(0 + 1) / 48, (2 + 2) / 48]}  # fmt: skip
+    write_tokenizer(tmp_path, chat_template=TEMPLATE.replace(PLACE, "<|video_pad|>"))
+    part = {"type": "video_embeds", "video_embeds": fields}
+    with live(str(tmp_path), engine={**ENGINE, "served_model_name": "tiny"}) as server:
+        body = {"messages": [{"role": "user", "content": [part, QUESTION]}], "temperature": 0, "max_tokens": NUM,
+                "logit_bias": {str(one): -100.0 for one in given.special}, "ignore_eos": True,
+                "return_token_ids": True}  # fmt: skip
+        answer = server.post("/v1/chat/completions", body).json()
+        assert answer["choices"][0]["token_ids"] == list(shown.outputs[0].token_ids)
+        assert answer["usage"]["prompt_tokens"] == len(shown.prompt_token_ids)
+        fields["timestamps"] = encoded(torch.tensor([0.5, float("nan")], dtype=torch.float64))
+        refused = server.post("/v1/chat/completions", body)
+        assert refused.status_code == 400 and "timestamps has nan; expected numbers from 0" in refused.text

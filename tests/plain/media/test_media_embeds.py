@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 
 from quire.config import MultiModalConfig
+from quire.media.embeds import EmbedsPart
 from quire.media.families import make_family
 from quire.media.inputs import LoadedItem, LoadedMedia, MediaInputs
+from quire.media.parts import collect
 from quire.media.settings import ProcessorFiles
 from quire.media.sources import MediaSources
 from quire.media.workers import MediaWorkers
@@ -81,6 +83,25 @@ def test_several_items_in_every_form(qwen: MediaInputs) -> None:
     assert [numbers(one)[0] for one in same] == [VECTORS[:2].tobytes(), VECTORS[6:].tobytes()]
     beside = images(qwen, [Image.new("RGB", (56, 56)), {"image_embeds": VECTORS[6:], "image_grid_thw": SECOND}])
     assert ["embeds" in one.item.arrays for one in beside] == [False, True]
+
+
+def test_parts_of_chats(qwen: MediaInputs) -> None:
+    fields = {"image_embeds": VECTORS[:6], "image_grid_thw": FIRST}
+    parts = [
+        {"type": "image_embeds", "image_embeds": fields, "uuid": "one"},
+        {"type": "image_embeds", "image_embeds": EmbedsPart(fields | {"image_grid_thw": [[1, 6, 4]]})},
+    ]
+    collected = collect([{"role": "user", "content": parts}], qwen.family, is_local=True)
+    loaded = load(qwen, collected.items, collected.given_uuids()).items["image"]
+    assert [numbers(one)[1] for one in loaded] == [FIRST, [1, 6, 4]]
+    with pytest.raises(InputError, match="a part of type 'image_embeds' whose data cannot be read"):
+        collect(
+            [{"role": "user", "content": parts}], qwen.family, is_local=False
+        )  # what a client says is decoded first
+    alone = collect([{"role": "user", "content": [{"type": "image_embeds", "image_embeds": VECTORS}]}], qwen.family,
+                    is_local=True)  # fmt: skip
+    with pytest.raises(InputError, match="come with image_grid_thw"):
+        load(qwen, alone.items)
 
 
 def test_videos(made: list[MediaInputs]) -> None:
@@ -195,7 +216,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "endless": ({"image_embeds": ENDLESS, "image_grid_thw": FIRST}, rf"has {1 << 40} vectors; .* may have {MOST}"),
     "endless items": (
         {"image_embeds": np.broadcast_to(VECTORS[None, :2], (1 << 40, 2, WIDTH)), "image_grid_thw": SECOND},
-        "has 65536 items, and image_grid_thw is of 1",
+        "has 16384 items, and image_grid_thw is of 1",
     ),
     "a grid of two numbers": with_grid([4, 6], "has 2 numbers for an item; expected 3"),
     "a grid of none": with_grid([], "has 0 numbers|is empty"),
@@ -210,9 +231,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a nested list": with_grid([[[1], 4, 6]], "must be numbers"),
     "odd entries": with_grid([FIRST, None], "must be numbers"),
     "objects": with_grid(np.array([1, {}, 6], object), "must be numbers"),
-    "a large list": with_grid([1] * 70_000, "70000 entries; the limit is 65536"),
-    "a large array": with_grid(np.ones((1 << 16, 3), int), "65536 at most"),
-    "many lists": with_grid([[1, 2, 2]] * 60_000, "180000 entries"),
+    "a large list": with_grid([1] * 70_000, "70000 entries; the limit is 16384"),
+    "a large array": with_grid(np.ones((1 << 16, 3), int), "16384 at most"),
+    "many lists": with_grid([[1, 2, 2]] * 6_000, "18000 entries"),
     "patches that are not merged": with_grid([1, 4, 5], "4 x 5 patches, of which 2 x 2"),
     "ragged": of_vectors([[1.0], [1.0, 2.0]], "image_embeds cannot be read|shape"),
     "text": of_vectors("AAAA", r"has the shape \[\]"),
