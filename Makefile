@@ -76,7 +76,7 @@ isas: setup  ## engine tests once per instruction set of this machine, and witho
 
 # The ordinary suite takes some of each kind.
 ranks: setup  ## tensor, pipeline and expert parallelism of every declared architecture; Ray, if installed
-	$(PYTEST) --every-architecture tests/models/test_ranks.py tests/models/test_stages.py tests/models/test_expert_ranks.py tests/models/test_context_ranks.py tests/engine/test_context_engine.py tests/engine/test_expert_engines.py tests/engine/test_ray.py tests/engine/test_shards.py tests/engine/test_ranks_engine.py tests/engine/test_stages_engine.py tests/engine/test_every_rank.py
+	$(PYTEST) --every-architecture tests/models/test_ranks.py tests/models/test_stages.py tests/models/test_expert_ranks.py tests/models/test_adapter_ranks.py tests/models/test_context_ranks.py tests/engine/test_context_engine.py tests/engine/test_expert_engines.py tests/engine/test_ray.py tests/engine/test_shards.py tests/engine/test_ranks_engine.py tests/engine/test_stages_engine.py tests/engine/test_every_rank.py
 
 # Of the tensor side, the engine and the server, what sees most for its time: kernels against torch, one dense model and
 # one of each other kind against transformers, steps of a worker, an engine over tiny checkpoints, the API over a fake one.

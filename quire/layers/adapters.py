@@ -3,14 +3,13 @@
 A model without adapters has none of this. `attach` (places.py) gives every Linear, the experts of mixtures, the
 embedding and the head their slots; the decoder says at the start of a step which rows have which slot (`StepAdapters`),
 and the layers add what they add. The head, which sees some rows of a step, is told the slots of those. Where ranks
-divide A and B of a matrix (`AdapterShards`), its layer adds them itself, slot by slot, and nothing else reads them.
+divide A and B of a matrix (`AdapterShards`), its layer adds them itself, and nothing else reads them.
 Must not know: files, names of adapters, why a slot is filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,20 +21,29 @@ from quire.ops.lora import (
     AddedLowRank,
     LowRank,
     LowRankPiece,
-    Multiply,
     SomeRows,
     TablePiece,
     add_low_rank,
     add_pieces,
     most_columns,
 )
-from quire.ops.lora_shards import AdapterShards, ShardedStacks, add_sharded_pieces, add_sharded_stacks
+from quire.ops.lora_shards import (
+    AdapterShards,
+    ShardedStacks,
+    add_results,
+    add_sharded_pieces,
+    add_sharded_stacks,
+    no_inputs,
+    put_inputs,
+)
 from quire.ops.op import Kernels
 from quire.quant.experts import StoredExperts
 
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
     from quire.layers.moe import ExpertShare
+
+_EVERY = slice(None)
 
 
 class StepAdapters:
@@ -144,7 +152,12 @@ class HeadAdapters:
         """`slots` [S] are those of the rows of `hidden`."""
         if any(self.slots):
             groups = [(some, self.slots[slot - 1]) for slot, some in AdapterRows(slots).groups]
-            _add_groups(logits, hidden, groups, self._shards, self._linear)
+            if self._shards is not None:
+                add_sharded_pieces(logits, hidden, groups, self._shards, self._linear)
+                return logits
+            for some, pieces in groups:
+                if pieces:
+                    add_pieces(logits, hidden[some], some, pieces, self._linear)
         return logits
 
 
@@ -176,6 +189,14 @@ class ExpertPieces(NamedTuple):
 
     up: tuple[LowRankPiece, ...] = ()
     down: tuple[LowRankPiece, ...] = ()
+
+
+class _Chosen(NamedTuple):
+    """Which rows have chosen an expert, and as which of their choices."""
+
+    place: int  # where it is stored
+    tokens: Tensor
+    choices: Tensor
 
 
 class ExpertAdapters:
@@ -224,36 +245,52 @@ class ExpertAdapters:
         where these experts are stored; -1: on another rank."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         places = [place for place in index.unique().tolist() if place >= 0]
-        if not places:
+        chosen = [_Chosen(place, *(index == place).nonzero(as_tuple=True)) for place in places]
+        if self._shards is not None:
+            self._multiply_sharded(slot, x, weights, chosen, self._shards, total)
             return total.to(x.dtype)
-        chosen = [(index == place).nonzero(as_tuple=True) for place in places]
-        pieces = [self._pieces_at(slot, place) for place in places]
-        ends = (0, *accumulate(len(tokens) for tokens, _ in chosen))
-        runs = [slice(*ends_of) for ends_of in pairwise(ends)]
-        h = x[torch.cat([tokens for tokens, _ in chosen])]
-        up = torch.cat([self.stored.multiply_up(place, h[run]) for place, run in zip(places, runs, strict=True)])
-        ups = [(run, own.up) for run, own in zip(runs, pieces, strict=True)]
-        _add_groups(up, h, ups, self._shards, self._linear)
-        h = self.stored.shape.act(up)
-        down = torch.cat([self.stored.multiply_down(place, h[run]) for place, run in zip(places, runs, strict=True)])
-        downs = [(run, own.down) for run, own in zip(runs, pieces, strict=True)]
-        _add_groups(down, h, downs, self._shards, self._linear)
-        for run, (tokens, choices) in zip(runs, chosen, strict=True):
-            total.index_add_(0, tokens, down[run].float() * weights[tokens, choices, None].float())
+        for place, tokens, choices in chosen:
+            own = self._pieces_at(slot, place)
+            h = x[tokens]
+            up = self.stored.multiply_up(place, h)
+            if own.up:
+                add_pieces(up, h, _EVERY, own.up, self._linear)
+            h = self.stored.shape.act(up)
+            down = self.stored.multiply_down(place, h)
+            if own.down:
+                add_pieces(down, h, _EVERY, own.down, self._linear)
+            total.index_add_(0, tokens, down.float() * weights[tokens, choices, None].float())
         return total.to(x.dtype)
+
+    def _multiply_sharded(
+        self, slot: int, x: Tensor, weights: Tensor, chosen: Sequence[_Chosen], shards: AdapterShards, total: Tensor
+    ) -> None:
+        """All experts together, so that there are two sums over ranks, which have the same experts."""
+        pieces = [self._pieces_at(slot, place) for place, _, _ in chosen]
+        sums = self._summed(chosen, (x[tokens] for _, tokens, _ in chosen), [own.up for own in pieces], shards)
+        between = []
+        for (place, tokens, _), h, own in zip(chosen, sums, pieces, strict=True):
+            up = self.stored.multiply_up(place, x[tokens])
+            add_results(up, h, _EVERY, own.up, self._linear)
+            between.append(self.stored.shape.act(up))
+        sums = self._summed(chosen, between, [own.down for own in pieces], shards)
+        for (place, tokens, choices), h, own, x_down in zip(chosen, sums, pieces, between, strict=True):
+            down = self.stored.multiply_down(place, x_down)
+            add_results(down, h, _EVERY, own.down, self._linear)
+            total.index_add_(0, tokens, down.float() * weights[tokens, choices, None].float())
+
+    def _summed(
+        self, chosen: Sequence[_Chosen], inputs: Iterable[Tensor], pieces: Sequence[Sequence[LowRankPiece]],
+        shards: AdapterShards,
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """Of each expert x A^T, x being its input."""
+        counts = [len(tokens) for _, tokens, _ in chosen]
+        h = no_inputs(sum(counts), pieces, self._device)
+        if h is None:
+            return [torch.empty((count, 0)) for count in counts]
+        for own, x, some in zip(h.split(counts), inputs, pieces, strict=True):
+            put_inputs(own, x, _EVERY, some, shards, self._linear)
+        return shards.reduce(h).split(counts)
 
     def _pieces_at(self, slot: int, place: int) -> ExpertPieces:
         return self.slots[slot - 1].get(place if self._share is None else self._share.own[place], ExpertPieces())
-
-
-def _add_groups(
-    y: Tensor, x: Tensor, groups: Sequence[tuple[SomeRows, Sequence[LowRankPiece]]], shards: AdapterShards | None,
-    multiply: Multiply,
-) -> None:  # fmt: skip
-    """Rows of y and x, with what is added to them."""
-    if shards is not None:
-        add_sharded_pieces(y, x, groups, shards, multiply)
-        return
-    for some, pieces in groups:
-        if pieces:
-            add_pieces(y, x[some], some, tuple(pieces), multiply)

@@ -38,31 +38,50 @@ def add_sharded_pieces(
     shards: AdapterShards,
     multiply: Multiply,
 ) -> None:
-    """As `add_pieces`, for rows of several slots: x [T, width] has all rows of y. Of a piece each rank has either some
-    rows of A, and of B those of its part of the matrix; or of A the columns of its part, and some rows of B. Either
-    way, the sum over ranks of what each has of x A^T is the whole, and there is one for all rows and pieces."""
+    """As `add_pieces`, for rows of several slots: x [T, width] has all rows of y. There is one sum over ranks, for all
+    of them."""
     groups = [(some, pieces) for some, pieces in groups if pieces]
-    if not groups:
+    h = no_inputs(len(x), [pieces for _, pieces in groups], x.device)
+    if h is None:
         return
-    columns = max(sum(piece.b.shape[1] for piece in pieces) for _, pieces in groups)
-    h = torch.zeros((len(x), columns), dtype=groups[0][1][0].a.dtype, device=x.device)
     for some, pieces in groups:
-        own, at = x[some].to(h.dtype), 0
-        for piece in pieces:
-            here, rank = len(piece.a), piece.b.shape[1]
-            first = at + (shards.own(rank).start if here < rank else 0)
-            if here:
-                h[some, first : first + here] = multiply(own, piece.a)
-            at += rank
+        put_inputs(h, x[some], some, pieces, shards, multiply)
     h = shards.reduce(h)
     for some, pieces in groups:
-        at = 0
-        for start, stop, _, b, scale in pieces:
-            rank = b.shape[1]
-            if start < stop:
-                delta = multiply(h[some, at : at + rank].contiguous(), b)
-                y[some, start:stop] += delta if scale == 1.0 else delta * scale
-            at += rank
+        add_results(y, h[some], some, pieces, multiply)
+
+
+def no_inputs(num_rows: int, groups: Iterable[Sequence[LowRankPiece]], device: torch.device) -> Tensor | None:
+    """Zeros where x A^T of the pieces of any of these groups has place, side by side; None: there are no pieces."""
+    groups = [pieces for pieces in groups if pieces]
+    if not groups:
+        return None
+    columns = max(sum(piece.b.shape[1] for piece in pieces) for pieces in groups)
+    return torch.zeros((num_rows, columns), dtype=groups[0][0].a.dtype, device=device)
+
+
+def put_inputs(
+    h: Tensor, x: Tensor, some: SomeRows, pieces: Sequence[LowRankPiece], shards: AdapterShards, multiply: Multiply
+) -> None:
+    """What this rank has of x A^T, into some rows of h, which x has alone."""
+    x, at = x.to(h.dtype), 0
+    for piece in pieces:
+        here, rank = len(piece.a), piece.b.shape[1]
+        first = at + (shards.own(rank).start if here < rank else 0)
+        if here:
+            h[some, first : first + here] = multiply(x, piece.a)
+        at += rank
+
+
+def add_results(y: Tensor, h: Tensor, some: SomeRows, pieces: Sequence[LowRankPiece], multiply: Multiply) -> None:
+    """scale * (x A^T) B^T to some rows of y, which h has alone: x A^T, summed over ranks."""
+    at = 0
+    for start, stop, _, b, scale in pieces:
+        rank = b.shape[1]
+        if start < stop:
+            delta = multiply(h[:, at : at + rank].contiguous(), b)
+            y[some, start:stop] += delta if scale == 1.0 else delta * scale
+        at += rank
 
 
 class ShardedStacks:

@@ -35,7 +35,7 @@ NAMES = frozenset({
     "stored", "numbers", "read_plain", "read_few", "read_few_parts", "few_form", "few_parts", "packed", "weight",
 })  # fmt: skip
 MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a hook must see
-    "layers/adapters.py": {"ExpertAdapters.__init__", "ExpertAdapters.multiply"},
+    "layers/adapters.py": {"ExpertAdapters.__init__", "ExpertAdapters._multiply_sharded", "ExpertAdapters.multiply"},
     "layers/linear.py": {
         "Linear.__init__", "Linear.is_plain", "Linear.may_be_few", "Linear._slots", "Linear.extra_repr",
     },
