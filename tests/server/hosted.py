@@ -79,15 +79,7 @@ class Hosted:
         return [pid for pid, command in self.children() if "server.host" in command]
 
     def children(self) -> list[tuple[int, str]]:
-        found = []
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid:
-                    found.append((int(folder.name), (folder / "cmdline").read_text()))
-        return found
+        return children_of(self.process.pid)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -111,6 +103,17 @@ class Hosted:
 def completion(prompt: str = "abc", max_tokens: int = 6, *, stream: bool = False, **xargs: Any) -> dict[str, Any]:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
     return body | ({"vllm_xargs": xargs} if xargs else {})
+
+
+def children_of(pid: int) -> list[tuple[int, str]]:
+    """Process ids and commands, in the order in which they were started: ids begin anew after the highest."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # a process of somebody else that ended meanwhile
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append((int(fields[19]), int(folder.name), (folder / "cmdline").read_text()))
+    return [(child, command) for _, child, command in sorted(found)]
 
 
 @contextlib.contextmanager

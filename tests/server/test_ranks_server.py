@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.hosted import Hosted, hosted, wait_until
+from tests.server.hosted import Hosted, children_of, hosted, wait_until
 from tests.tiny_models import make_tiny
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -20,13 +19,7 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 0, "ignore_eos": 
 
 def workers_of(server: Hosted) -> list[int]:
     """Of the engine process, in the order in which they were started: by rank."""
-    engine, found = server.engine_pid, []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # a process of somebody else that ended meanwhile
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == engine and "executor.remote" in (folder / "cmdline").read_text():
-                found.append(int(folder.name))
-    return sorted(found)
+    return [pid for pid, command in children_of(server.engine_pid) if "executor.remote" in command]
 
 
 class Reader(threading.Thread):

@@ -219,5 +219,5 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     still = Standstill(STOPPED, ("7", "1"))
     assert seconds((5.0, None), (3600.0, still), (3600.2, still)) == [0, 0, 0.2]
     assert seconds((5.0, still), (5.6, still), (3600.0, still), (3600.2, still)) == [0, 0.6, 0, 0.2]
-    late = [(5.0 + 2 * LOOK_S * number, still) for number in range(4)]  # a crowded machine: looks come late, but come
+    late = [(5.0 + 3 * LOOK_S * number, still) for number in range(4)]  # a crowded machine: looks come late, but come
     assert seconds(*late)[-1] >= LIMIT_S
