@@ -240,10 +240,14 @@ def merged(given: Given, ids: list[int], arrays: dict[str, torch.Tensor]) -> tor
     return seen[0][0, is_media]
 
 
-COUNTED = ("llava next", "llava next video, video", "llava onevision", "internvl", "internvl, video", "paligemma",
-           "gemma 3", "video llava", "perception lm", "perception lm, video", "cohere2 vision", "qwen2 audio")  # fmt: skip
-SIZED = ("idefics3", "mistral 3", "llama 4", "lfm2 vl", "minicpm-v 4.6", "minicpm-v 4.6, video",
-         "minicpm-v 4.7", "minicpm-v 4.7, video", "minicpm-ocr")  # fmt: skip
+COUNTED = (
+    "llava next", "llava next video, video", "video llava", "llava onevision", "internvl", "internvl, video",
+    "paligemma", "gemma 3", "perception lm", "perception lm, video", "cohere2 vision", "qwen2 audio",
+)  # fmt: skip
+SIZED = (
+    "idefics3", "mistral 3", "llama 4", "lfm2 vl", "minicpm-v 4.6", "minicpm-v 4.6, video", "minicpm-v 4.7",
+    "minicpm-v 4.7, video", "minicpm-ocr",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", (*COUNTED, *SIZED))
