@@ -21,6 +21,7 @@ from quire.schema.media import ArrayData
 ARRAY = "embeds"
 MOST_NUMBERS = 1 << 14  # beside the embeddings of a prompt
 _MOST_VECTORS = 1 << 20
+_MOST_DEPTH = 4  # of lists
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -184,6 +185,8 @@ def _read(value: Any, name: str) -> Any:
 
 def _rows(value: Any, name: str, kind: Beside) -> list[list[float]]:
     """Those of each item: rows of an array or a list; a single row is of one item."""
+    if kind.is_list:
+        return _groups(value, name, kind)
     if isinstance(value, (list, tuple)) and not all(map(_is_number, value)):
         several = [_flat(one, name) for one in _short(value, name)]
     else:
@@ -199,21 +202,54 @@ def _rows(value: Any, name: str, kind: Beside) -> list[list[float]]:
     return several
 
 
+def _groups(value: Any, name: str, kind: Beside) -> list[list[float]]:
+    """Of an item any number of rows; or, one dimension more, of several items."""
+    if isinstance(value, ArrayData) or shape_of(value):
+        shape = shape_of(value)
+        value = _checked(value, shape, name, 3).reshape(shape).tolist()
+    is_one = _depth(value) <= (1 if kind.num == 1 else 2)
+    several = [_flattened(one, name) for one in ([value] if is_one else _short(value, name))]
+    _short([one for row in several for one in row], name)
+    for row in several:
+        kind.check(name, row)
+    if not all(several):
+        raise _wrong(f"{name} is empty")
+    return several
+
+
+def _depth(value: Any) -> int:
+    depth = 0
+    while isinstance(value, (list, tuple)) and depth < _MOST_DEPTH:
+        value, depth = value[0] if value else 0, depth + 1
+    return depth + len(shape_of(value))
+
+
+def _flattened(value: Any, name: str) -> list[float]:
+    """Rows of numbers, or numbers."""
+    if isinstance(value, (list, tuple)) and not all(map(_is_number, value)):
+        return [one for row in _short(value, name) for one in _flat(row, name)]
+    return _flat(value, name)
+
+
 def _flat(value: Any, name: str) -> list[float]:
     if _is_number(value):
         return [value]
     if isinstance(value, (list, tuple)):
-        if not all(map(_is_number, _short(value, name))):
-            raise _wrong(f"{name} must be numbers, got {value!r:.60}")
+        for one in _short(value, name):
+            if not _is_number(one):
+                raise _wrong(f"{name} must be numbers, got a {type(one).__name__}")
         return list(value)
-    shape = shape_of(value)
-    if len(shape) > 2 or math.prod(shape) > MOST_NUMBERS:
+    flat: list[float] = _checked(value, shape_of(value), name, 2).reshape(-1).tolist()
+    return flat
+
+
+def _checked(value: Any, shape: Sequence[int], name: str, most_dims: int) -> Any:
+    if len(shape) > most_dims or math.prod(shape) > MOST_NUMBERS:
         raise _wrong(f"{name} has the shape {list(shape)[:6]}; expected rows of numbers, {MOST_NUMBERS} at most")
     array = _of_data(value) if isinstance(value, ArrayData) else _read(value, name)
     if array.dtype.kind not in "iuf":
-        raise _wrong(f"{name} must be numbers, got {value!r:.60}")
-    flat: list[float] = array.reshape(-1).tolist()
-    return flat
+        raise _wrong(f"{name} must be numbers, got a {type(value).__name__} ({array.dtype})")
+    return array
 
 
 def _of_data(data: ArrayData) -> Any:

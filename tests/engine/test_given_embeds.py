@@ -231,7 +231,7 @@ def merged(given: Given, ids: list[int], arrays: dict[str, torch.Tensor]) -> tor
     is_media = prompt[0] == given.vocab.token_to_id(family.feature(given.modality))
     inputs = dict(arrays)
     if "MiniCPMV4_7" in type(given.model).__name__:
-        inputs["mm_token_type_ids"] = is_media[None].long()
+        inputs["mm_token_type_ids"] = is_media[None].long() * (2 if given.modality == "video" else 1)
     elif "Gemma" in type(given.model).__name__:
         inputs["token_type_ids"] = is_media[None].long()
     with torch.no_grad():
@@ -240,9 +240,14 @@ def merged(given: Given, ids: list[int], arrays: dict[str, torch.Tensor]) -> tor
     return seen[0][0, is_media]
 
 
-COUNTED = ("llava next", "llava next video, video", "llava onevision", "internvl", "internvl, video", "paligemma",
-           "gemma 3", "perception lm", "perception lm, video", "cohere2 vision", "qwen2 audio")  # fmt: skip
-SIZED = ("idefics3", "mistral 3", "llama 4", "lfm2 vl", "minicpm-v 4.6", "minicpm-v 4.7", "minicpm-ocr")
+COUNTED = (
+    "llava next", "llava next video, video", "video llava", "llava onevision", "internvl", "internvl, video",
+    "paligemma", "gemma 3", "perception lm", "perception lm, video", "cohere2 vision", "qwen2 audio",
+)  # fmt: skip
+SIZED = (
+    "idefics3", "mistral 3", "llama 4", "lfm2 vl", "minicpm-v 4.6", "minicpm-v 4.6, video", "minicpm-v 4.7",
+    "minicpm-v 4.7, video", "minicpm-ocr",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", (*COUNTED, *SIZED))
@@ -254,9 +259,9 @@ def test_vectors_alone_or_with_the_size_of_the_image(name: str, tmp_path: Path) 
         vectors = merged(given, shown.prompt_token_ids, arrays)
         forms: list[Any] = [{kind: vectors}, [vectors], vectors[None]]
         if name in SIZED:
-            forms = [
-                {kind: vectors, "image_sizes": sizes} for sizes in (item.size, [item.size], torch.tensor([[50, 90]]))
-            ]
+            beside = "image_sizes" if given.modality == "image" else "video_image_sizes"
+            size = item.size if given.modality == "image" else [frame.size for frame in item]
+            forms = [{kind: vectors, beside: sizes} for sizes in (size, [size], torch.tensor([size]))]
         for size, value in zip((2048, 7, 2048), forms, strict=True):
             given.in_steps_of(max(size, 64) if name in ("gemma 3", "paligemma") else size)
             output = given.ask(value)
@@ -266,9 +271,9 @@ def test_vectors_alone_or_with_the_size_of_the_image(name: str, tmp_path: Path) 
         other = {**forms[0], kind: -vectors}
         assert apart(given.ask(other), shown) > 1e-3
         if name in SIZED:
-            with pytest.raises(InputError, match=f"{kind} has {len(vectors)} vectors, and an item with image_sizes"):
-                given.ask({kind: vectors, "image_sizes": (90, 500)})
-            with pytest.raises(InputError, match="embeddings of this model come with image_sizes"):
+            with pytest.raises(InputError, match=f"{kind} has {len(vectors)} vectors, and an item with {beside}"):
+                given.ask({kind: vectors, beside: [(90, 500)]})
+            with pytest.raises(InputError, match=f"embeddings of this model come with {beside}"):
                 given.ask({kind: vectors})
 
 

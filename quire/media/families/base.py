@@ -35,15 +35,17 @@ Numbers = Mapping[str, Sequence[float]]  # of one item, by name
 class Beside(NamedTuple):
     """Numbers that come with embeddings given in place of an item."""
 
-    num: int  # of each item; 0: any number
+    num: int  # of each item
     high: float
     is_whole: bool = True  # and at least 1; else not negative
     is_optional: bool = False
+    is_list: bool = False  # each item has any number of such groups
 
     def check(self, name: str, numbers: Sequence[float]) -> None:
-        if self.num and len(numbers) != self.num:
+        if len(numbers) % self.num if self.is_list else len(numbers) != self.num:
+            groups = "groups of " if self.is_list else ""
             raise InputError(
-                f"{name} has {len(numbers)} numbers for an item; expected {self.num}", param="multi_modal_data"
+                f"{name} has {len(numbers)} numbers for an item; expected {groups}{self.num}", param="multi_modal_data"
             )
         for one in numbers:
             if self.is_whole and (not isinstance(one, int) or not 1 <= one <= self.high):
@@ -56,7 +58,9 @@ class Beside(NamedTuple):
                 )
 
 
-BY_SIZE: Mapping[str, Mapping[str, Beside]] = {"image": {"image_sizes": Beside(2, high=1 << 15)}}
+_SIZES = Beside(2, high=1 << 15)
+BY_SIZE: Mapping[str, Mapping[str, Beside]] = {"image": {"image_sizes": _SIZES}}
+BY_SIZES = {**BY_SIZE, "video": {"video_image_sizes": _SIZES._replace(is_list=True)}}
 
 
 def _size_of(numbers: Numbers) -> Size:

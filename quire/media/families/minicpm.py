@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.checkpoint.minicpm import release_of
 from quire.media import pixels
 from quire.media.audio import Audio, resample
-from quire.media.families.base import BICUBIC, BY_SIZE, HALF, EmbedsLayout, FamilyByModality, ProcessedItem
+from quire.media.families.base import BICUBIC, BY_SIZES, HALF, EmbedsLayout, FamilyByModality, Numbers, ProcessedItem
 from quire.media.families.speech import EXTRACTOR, WhisperFeatures, num_bins
 from quire.media.images import check_crops, check_frames
 from quire.media.pixels import Array, Size
@@ -101,7 +101,7 @@ class _Sliced(FamilyByModality):
     """What they have in common."""
 
     fixed = ("scale_resolution", "downsample_mode")
-    beside_embeds = BY_SIZE
+    beside_embeds = BY_SIZES
     start, end = "<image>", "</image>"
     slice_start, slice_end = "<slice>", "</slice>"
     id_start, id_end = "<image_id>", "</image_id>"
@@ -110,14 +110,36 @@ class _Sliced(FamilyByModality):
         return {"image": self._image}
 
     def layout_of(self, size: Size, options: Mapping[str, Any]) -> EmbedsLayout:
-        import numpy as np  # lazy
-
         settings = self._own["image"].over(options)
         pieces = self._pieces(size, settings)
         text, num = self._image_text(pieces, settings)
+        return EmbedsLayout(text, num, {"target_sizes": self._sizes([pieces], settings)})
+
+    def count_embeds(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> int:
+        return self._given(modality, numbers, options).num_vectors
+
+    def lay_out_embeds(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        layout = self._given(modality, numbers, options)
+        return layout.text, layout.arrays
+
+    def _given(self, modality: str, numbers: Numbers, options: Mapping[str, Any]) -> EmbedsLayout:
+        wide_tall = list(map(int, numbers[f"{'video_' if modality == 'video' else ''}image_sizes"]))
+        sizes = list(zip(wide_tall[1::2], wide_tall[::2], strict=True))
+        if modality == "image":
+            return self.layout_of(sizes[0], options)
+        settings = self._own["video"].over(options)
+        return self._video_layout([self._pieces(size, settings) for size in sizes], settings)
+
+    def _video_layout(self, frames: list[Slicing], settings: Settings) -> EmbedsLayout:
+        raise NotImplementedError
+
+    def _sizes(self, frames: Sequence[Slicing], settings: Settings) -> Array:
+        """In patches, of all pieces."""
+        import numpy as np  # lazy
+
         patch = settings.whole("patch_size", high=1024)
-        sizes = [(height // patch, width // patch) for height, width in pieces.sizes]
-        return EmbedsLayout(text, num, {"target_sizes": np.array(sizes, np.int64)})
+        sizes = [(height // patch, width // patch) for pieces in frames for height, width in pieces.sizes]
+        return np.array(sizes, np.int64)
 
     def numbered(self, modality: str, number: int, text: str) -> str:
         first = self._id(0)
@@ -240,22 +262,32 @@ class MiniCPMV(_Sliced):
         import numpy as np  # lazy
 
         frames, cut = self._frames(video, settings)
-        texts = [self._text(pieces, settings, self.feature("video")) for pieces in frames]
-        arrays, num = _arrays(cut, settings), len(cut)
-        packed = settings.whole("packing_nums", 1, high=_MOST_PACKED)
-        is_sliced = len(cut) != len(frames)
-        if packed > 1 and (is_sliced or not video.fps):
-            raise InputError(
-                f"packing_nums = {packed}: frames that are seen at once are not cut into pieces (max_slice_nums), and "
-                "the video tells its frames per second",
-                param="packing_nums",
-            )
-        if self.release == "4.5" and video.fps and not is_sliced:
+        arrays, packed = _arrays(cut, settings), settings.whole("packing_nums", 1, high=_MOST_PACKED)
+        if packed > 1 and not video.fps:
+            raise _not_packed(packed)
+        text, num, _ = self._video_layout(frames, settings)
+        if self.release == "4.5" and video.fps and len(cut) == len(frames):
             packs = [min(packed, len(cut) - start) for start in range(0, len(cut), packed)]
             times = [_time(index, video.fps) for index in video.indices]
             arrays |= {"temporal_ids": np.array(times, np.int64), "packs": np.array(packs, np.int64)}
-            texts, num = texts[::packed], len(packs)
-        return ProcessedItem(arrays, "\n".join(texts), num * self.num)
+        return ProcessedItem(arrays, text, num)
+
+    def _video_layout(self, frames: list[Slicing], settings: Settings) -> EmbedsLayout:
+        """Of frames that are seen at once there is one text."""
+        packed, num = settings.whole("packing_nums", 1, high=_MOST_PACKED), sum(len(one.sizes) for one in frames)
+        if packed > 1 and num != len(frames):
+            raise _not_packed(packed)
+        texts = [self._text(pieces, settings, self.feature("video")) for pieces in frames[::packed]]
+        num = -(-num // packed) * self.num
+        return EmbedsLayout("\n".join(texts), num, {"target_sizes": self._sizes(frames, settings)})
+
+
+def _not_packed(packed: int) -> InputError:
+    return InputError(
+        f"packing_nums = {packed}: frames that are seen at once are not cut into pieces (max_slice_nums), and "
+        "the video tells its frames per second",
+        param="packing_nums",
+    )
 
 
 def _time(index: int, fps: float) -> int:
@@ -385,11 +417,15 @@ class MiniCPMV46(_Sliced):
         if settings.whole("stack_frames", 1, high=_MOST_PIECES) != 1:
             raise NotBuiltError("stack_frames other than 1 are not built for this model", param="stack_frames")
         frames, cut = self._frames(video, settings)
+        text, num, _ = self._video_layout(frames, settings)
+        return ProcessedItem({f"{name}_videos": array for name, array in _arrays(cut, settings).items()}, text, num)
+
+    def _video_layout(self, frames: list[Slicing], settings: Settings) -> EmbedsLayout:
         text = "".join(self._text(pieces, settings, self.feature("video")) for pieces in frames)
         if self.numbers_videos and settings.flag("use_image_id", True):
             text = self._id(0) + text
         num = sum(self.count(size, settings) for pieces in frames for size in pieces.sizes)
-        return ProcessedItem({f"{name}_videos": array for name, array in _arrays(cut, settings).items()}, text, num)
+        return EmbedsLayout(text, num, {"target_sizes_videos": self._sizes(frames, settings)})
 
 
 class MiniCPMV47(MiniCPMV46):

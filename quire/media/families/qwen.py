@@ -47,7 +47,7 @@ _MOST_DEPTH = 4  # frames that are merged in time: the pixels of an image are re
 
 _GRID = Beside(3, high=1 << 20)
 _SECONDS = Beside(1, high=1 << 16, is_whole=False, is_optional=True)
-_TIMES = Beside(0, high=1 << 20, is_whole=False)
+_TIMES = Beside(1, high=1 << 20, is_whole=False, is_list=True)
 TIMED: Mapping[str, Mapping[str, Beside]] = {
     "image": {"image_grid_thw": _GRID},
     "video": {"video_grid_thw": _GRID, "timestamps": _TIMES},

@@ -3,8 +3,9 @@ refused before any number is read."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from quire.media.inputs import LoadedItem, LoadedMedia, MediaInputs
 from quire.media.parts import collect
 from quire.media.settings import ProcessorFiles
 from quire.media.sources import MediaSources
+from quire.media.video import Video
 from quire.media.workers import MediaWorkers
 from quire.schema.errors import InputError
 
@@ -176,6 +178,7 @@ def test_limits_count_them(made: list[MediaInputs]) -> None:
         images(made[2], [{"image_embeds": many, "image_grid_thw": grid}] * 2)
 
 
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(5000), cast("Any", 1))
 ENDLESS = np.broadcast_to(np.zeros((1, WIDTH), np.float32), (1 << 40, WIDTH))
 
 
@@ -233,6 +236,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "objects": with_grid(np.array([1, {}, 6], object), "must be numbers"),
     "a large list": with_grid([1] * 70_000, "70000 entries; the limit is 16384"),
     "a large array": with_grid(np.ones((1 << 16, 3), int), "16384 at most"),
+    "a deep list": with_grid(DEEP, "must be numbers"),
     "many lists": with_grid([[1, 2, 2]] * 6_000, "18000 entries"),
     "patches that are not merged": with_grid([1, 4, 5], "4 x 5 patches, of which 2 x 2"),
     "ragged": of_vectors([[1.0], [1.0, 2.0]], "image_embeds cannot be read|shape"),
@@ -292,5 +296,37 @@ def test_options_of_a_prompt_change_the_layout(made: list[MediaInputs]) -> None:
     for size in ((0, 700), (900, 1 << 20), (900,), (900.0, 700.0)):
         with pytest.raises(InputError, match=r"expected whole numbers from 1 to 32768|expected 2"):
             images(made[0], whole | {"image_sizes": size})
-    with pytest.raises(InputError, match="takes no embeddings of video items"):
-        load(made[0], {"video": VECTORS[None]})
+
+
+@pytest.mark.parametrize("name", [name for name in SIZED if "MiniCPM" in name and "2.5" not in name])
+def test_the_sizes_of_frames_tell_the_layout_of_a_video(name: str) -> None:
+    family = make_family(*SIZED[name])
+    for size in ((40, 30), (900, 700)):
+        frames = [Image.new("RGB", size)] * 3
+        for options in ({}, {"packing_nums": 2}) if name.endswith("4.5") else ({},):
+            item = family.process("video", Video(frames, [0, 1, 2], 2.0, 3), options, 1)
+            beside = {"video_image_sizes": list(size) * 3}
+            text, arrays = family.lay_out_embeds("video", beside, options)
+            assert (text, family.count_embeds("video", beside, options)) == (item.text, item.num_vectors)
+            (sizes,) = arrays
+            assert arrays[sizes].tolist() == item.arrays[sizes].tolist()
+
+
+def test_frames_of_several_videos(made: list[MediaInputs]) -> None:
+    made.append(inputs("MiniCPMVProcessor", {"model_type": "minicpmv", "version": 4.5, "query_num": 2}))
+    one, two = [(40, 30)] * 3, [(56, 56)]
+    for sizes in ([one, two], (one, two), [np.array(one), np.array(two)]):
+        loaded = load(made[0], {"video": {"video_embeds": VECTORS, "video_image_sizes": sizes}}).items["video"]
+        assert [item.item.num_vectors for item in loaded] == [6, 2]
+    even = {"video_embeds": VECTORS, "video_image_sizes": np.array([one[:2], two * 2])}
+    assert [item.item.num_vectors for item in load(made[0], {"video": even}).items["video"]] == [4, 4]
+    for value, why in (
+        ([], "is empty"), ([[]], "is empty"), ([(40, 30, 20)], "has 3 numbers for an item; expected groups of 2"),
+        ([[[(40, 30)]]], "must be numbers"), (np.ones((1, 1, 1, 2), int), "has the shape"), ("4x3", "must be numbers"),
+        (DEEP, "must be numbers"),
+        ([(40, 30), None], "must be numbers"), ([[40, 30], [[1, 2]]], "must be numbers"), (40, "expected groups of 2"),
+        ([(40, 0)] * 4, "expected whole numbers from 1 to 32768"), (np.zeros((9, 0), int), "is empty"),
+        ([(40, 30)] * 9000, "18000 entries"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=why):
+            load(made[0], {"video": {"video_embeds": VECTORS, "video_image_sizes": value}})
