@@ -285,7 +285,9 @@ class _Merged:
                 return
             self.reasons[rank] = reason
             if self._is_together and self.dead is None:
-                self._end_soon()
+                # an engine that only misses another may be heard before the notice of that one's death
+                seconds = _TRUE_REASON_S if PEERS_LOST in reason else 0.0
+                self._end_within(seconds)
                 return
             lost, num_living = self._router.lose(place), len(self._router.living)
             if not num_living and self.dead is None:
@@ -299,15 +301,19 @@ class _Merged:
         if dead is not None and not num_living:
             self._end(dead)
 
-    def _end_soon(self) -> None:
-        """An engine that only misses another may be heard before the notice of that one's death."""
-        if self._ending is None:
-            self._ending = threading.Timer(_TRUE_REASON_S, self._end_together)
-            self._ending.daemon = True
-            self._ending.start()
+    def _end_within(self, seconds: float) -> None:
+        if self._ending is not None:
+            if seconds:
+                return
+            self._ending.cancel()
+        self._ending = threading.Timer(seconds, self._end_together)
+        self._ending.daemon = True
+        self._ending.start()
 
     def _end_together(self) -> None:
         with self._lock:
+            if self.dead is not None and not self._router.living:
+                return  # done, as two deaths came at once
             own = [self.reasons[rank] for rank in sorted(self.reasons)]
             causes = [reason for reason in own if PEERS_LOST not in reason] or own
             why = EngineDeadError(f"{'; '.join(causes)}; engines that share experts cannot go on alone")

@@ -16,6 +16,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base import env
 from quire.config import EngineArgs
+from quire.engine import several as several_engines
 from quire.engine.client import InProcessClient
 from quire.engine.connect import make_client
 from quire.engine.pulse import Pulse
@@ -170,7 +171,8 @@ def test_an_engine_that_dies_fails_its_own_requests_only() -> None:
         client.place([request("too late")])
 
 
-def test_engines_that_cannot_go_on_alone_end_together_with_the_true_reason() -> None:
+def test_engines_that_cannot_go_on_alone_end_together_with_the_true_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several_engines, "_TRUE_REASON_S", 600.0)  # nobody waits once it is known
     client, members, recorder = several(3, together=True)
     for name in "abcdef":
         client.place([request(name)])
