@@ -289,7 +289,7 @@ def tiny() -> Any:
 
 
 def with_fields(paged: Paged, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> torch.Tensor:
-    monkeypatch.setattr("tests.paged.Batch", lambda **given: Batch(**given, **fields))
+    monkeypatch.setattr("tests.paged.Batch", lambda **given: Batch(**(given | fields)))
     paged.done = [0] * len(paged.prompts)
     return torch.cat(paged.whole())
 

@@ -59,9 +59,9 @@ def modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("code", "unused", "most"),
     [
-        pytest.param(OFFLINE, UNUSED, 257, id="LLM"),
-        pytest.param(ENGINE, UNUSED - OF_ENGINES, 208, id="engine process"),
-        pytest.param(API, OF_WORKERS | OF_SEVERAL, 186, id="API process"),
+        pytest.param(OFFLINE, UNUSED, 258, id="LLM"),
+        pytest.param(ENGINE, UNUSED - OF_ENGINES, 209, id="engine process"),
+        pytest.param(API, OF_WORKERS | OF_SEVERAL, 187, id="API process"),
     ],
 )
 def test_a_start_imports_what_it_uses(code: str, unused: set[str], most: int) -> None:
