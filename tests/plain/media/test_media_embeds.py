@@ -4,7 +4,6 @@ refused before any number is read."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -34,14 +33,6 @@ def inputs(name: str = "Qwen2VLProcessor", config: dict[str, Any] | None = None,
         MultiModalConfig(**{"enable_mm_embeds": True} | options), hidden_size=WIDTH, workers=MediaWorkers(2),
         max_vectors=MOST,
     )  # fmt: skip
-
-
-@pytest.fixture
-def made() -> Iterator[list[MediaInputs]]:
-    several: list[MediaInputs] = []
-    yield several
-    for one in several:
-        one.close()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -52,14 +51,6 @@ def inputs(**options: Any) -> MediaInputs:
         make_family("LlavaProcessor", LLAVA), MediaSources(), MultiModalConfig(**options), hidden_size=HIDDEN,
         workers=MediaWorkers(2),
     )  # fmt: skip
-
-
-@pytest.fixture
-def made() -> Iterator[list[MediaInputs]]:
-    several: list[MediaInputs] = []
-    yield several
-    for one in several:
-        one.close()
 
 
 @pytest.fixture
