@@ -254,9 +254,9 @@ def _watch(fate: _Fate, closing: int, before_kill: Callable[[str], None] | None)
     try:
         if fate.limit > 0:
             _end_standstill(fate, before_kill)
+    finally:
         if fate.standstill is None:
             fate.process.wait()
-    finally:
         fate.dead.set()
         os.close(closing)
     fate.process.wait()  # the system may take its time, or wait for a debugger
@@ -272,9 +272,11 @@ def _end_standstill(fate: _Fate, before_kill: Callable[[str], None] | None) -> N
         fate.standstill = watch.await_standstill(fate.limit)
         if fate.standstill is None:
             return
-        if before_kill is not None:
-            before_kill(fate.words())
-        watch.kill()
+        try:
+            if before_kill is not None:
+                before_kill(fate.words())
+        finally:
+            watch.kill()
         if watch.has_ended(_DEATH_S):
             _reap(fate.process, _DEATH_S)
     finally:

@@ -20,6 +20,7 @@ LIMIT_S = 1.0
 LOOK_S = 0.15  # between two looks
 _LATE_S = 0.75  # between two looks of a process that was itself stopped, or did not get to run
 _EXITING = 0x4  # of the kernel's flags of a thread (PF_EXITING)
+_OPEN, _SEND = 434, 424  # system calls pidfd_open and pidfd_send_signal, the same on x86 and ARM
 _NUM_SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
 
@@ -118,7 +119,7 @@ class ProcessWatch:
     def __init__(self, pid: int) -> None:
         if sys.platform != "linux":
             raise OSError(f"nothing is known of other processes on {sys.platform}")
-        self._pid, self._descriptor = pid, os.pidfd_open(pid)
+        self._pid, self._descriptor = pid, _open(pid)
         self._end = select.poll()
         self._end.register(self._descriptor, select.POLLIN)
 
@@ -137,7 +138,29 @@ class ProcessWatch:
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # it has ended
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            _send(self._descriptor, signal.SIGKILL)
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _open(pid: int) -> int:
+    return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else _called(_OPEN, pid, 0)
+
+
+def _send(descriptor: int, number: signal.Signals) -> None:
+    if hasattr(signal, "pidfd_send_signal"):
+        signal.pidfd_send_signal(descriptor, number)
+    else:
+        _called(_SEND, descriptor, number, 0, 0)
+
+
+def _called(number: int, *args: int) -> int:
+    """A system call that Python lacks where it was built with headers older than it."""
+    import ctypes  # lazy
+
+    result = int(ctypes.CDLL(None, use_errno=True).syscall(*map(ctypes.c_long, (number, *args))))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result

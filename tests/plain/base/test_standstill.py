@@ -107,7 +107,11 @@ def test_a_process_whose_main_thread_has_ended() -> None:
         assert standstill(pid) is None  # a zombie, and nothing is left of it
 
 
-def test_a_process_is_watched_until_it_stands_still_or_ends() -> None:
+@pytest.mark.parametrize("is_whole", [True, False], ids=["", "a Python without these calls"])
+def test_a_process_is_watched_until_it_stands_still_or_ends(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_whole:  # as it is where headers of an older system were there to build it
+        monkeypatch.delattr(os, "pidfd_open")
+        monkeypatch.delattr(signal, "pidfd_send_signal")
     with running("import os, time; print(os.getpid(), flush=True); time.sleep(600)") as (process, pid):
         watch = ProcessWatch(pid)
         try:

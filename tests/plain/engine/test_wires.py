@@ -283,6 +283,22 @@ def test_a_child_that_is_stopped_is_killed_and_its_parent_told_why():
     assert not os.path.exists(f"/proc/{started.pid}")
 
 
+def test_a_child_that_cannot_be_watched_lives_until_it_ends(monkeypatch):
+    wrong = queue.SimpleQueue()
+
+    def fail(watch, limit):
+        raise RuntimeError("this system is unlike others")
+
+    monkeypatch.setattr("quire.base.procs.ProcessWatch.await_standstill", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda about: wrong.put(str(about.exc_value)))
+    started = child("import time; time.sleep(600)")
+    assert not started.wait(0.3) and started.alive
+    started.signal(signal.SIGKILL)
+    assert started.wait(60.0) and os.read(started.notice, 1) == b""
+    assert wrong.get(timeout=60) == "this system is unlike others"
+    started.close()
+
+
 def test_a_child_that_is_stopped_again_and_again_goes_on():
     """For longer than the limit in all, and never for so long at once."""
     code = "import os, time; began = time.monotonic()\nwhile time.monotonic() < began + 2.5: pass\nos._exit(7)"
