@@ -60,13 +60,13 @@ def given_embeds(
     known = family.beside_embeds.get(modality, {})
     _check_names(fields, name, known, modality)
     numbers = _by_item({one: _rows(fields[one], one, kind) for one, kind in known.items() if one in fields})
-    counts = [family.count_embeds(modality, one, options) for one in numbers]
+    limit = _MOST_VECTORS if most is None else min(most, _MOST_VECTORS)
+    counts = _counts(numbers, modality, family, options, limit)
     vectors = _split(fields[name], name, counts)
     if not known:
         numbers = [{} for _ in vectors]
     elif len(vectors) != len(numbers):
         raise _wrong(f"{name} has {len(vectors)} items, and {next(iter(known))} is of {len(numbers)}")
-    limit = _MOST_VECTORS if most is None else min(most, _MOST_VECTORS)
     nums = [_num_vectors(one, name, width, limit) for one in vectors]
     for num, count, beside in zip(nums, counts, numbers, strict=False):
         if num != count:
@@ -82,6 +82,23 @@ def _by_item(rows: Mapping[str, Sequence[Sequence[float]]]) -> list[Numbers]:
     return [
         {name: several[index] for name, several in rows.items()} for index in range(max(lengths.values(), default=0))
     ]
+
+
+def _counts(
+    items: Sequence[Numbers], modality: str, family: Family, options: Mapping[str, Any], limit: int
+) -> list[int]:
+    """Vectors of each item, which take as long to count as they are many: not of items behind those that do not fit."""
+    counts: list[int] = []
+    total = 0
+    for one in items:
+        if total > limit:
+            raise _wrong(
+                f"{modality} embeddings with {len(items)} items: the first {len(counts)} have {total} vectors; the "
+                f"prompt and its answer may have {limit} (max_model_len)"
+            )
+        counts.append(family.count_embeds(modality, one, options))
+        total += counts[-1]
+    return counts
 
 
 def embeds_item(item: GivenEmbeds, modality: str, family: Family, options: Mapping[str, Any]) -> ProcessedItem:
@@ -140,7 +157,9 @@ def _split(value: Any, name: str, counts: Sequence[int]) -> list[Any]:
         value = _read(value, name)
     shape = shape_of(value)
     if len(shape) == 3 and shape[0] != 1:
-        return [cut(value, index, index + 1) for index in range(min(shape[0], MOST_NUMBERS))]
+        if shape[0] > MOST_NUMBERS:
+            raise _wrong(f"{name} has {shape[0]} items; the limit is {MOST_NUMBERS}")
+        return [cut(value, index, index + 1) for index in range(shape[0])]
     if len(shape) != 2 or len(counts) < 2:
         return [value]
     if sum(counts) != shape[0]:

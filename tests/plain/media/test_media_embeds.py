@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from quire.config import MultiModalConfig
-from quire.media.embeds import EmbedsPart
+from quire.media.embeds import MOST_NUMBERS, EmbedsPart
 from quire.media.families import make_family
 from quire.media.inputs import LoadedItem, LoadedMedia, MediaInputs
 from quire.media.parts import collect
@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "endless": ({"image_embeds": ENDLESS, "image_grid_thw": FIRST}, rf"has {1 << 40} vectors; .* may have {MOST}"),
     "endless items": (
         {"image_embeds": np.broadcast_to(VECTORS[None, :2], (1 << 40, 2, WIDTH)), "image_grid_thw": SECOND},
-        "has 16384 items, and image_grid_thw is of 1",
+        f"has {1 << 40} items; the limit is {MOST_NUMBERS}",
     ),
     "a grid of two numbers": with_grid([4, 6], "has 2 numbers for an item; expected 3"),
     "a grid of none": with_grid([], "has 0 numbers|is empty"),
@@ -321,3 +321,30 @@ def test_frames_of_several_videos(made: list[MediaInputs]) -> None:
     ):  # fmt: skip
         with pytest.raises(InputError, match=why):
             load(made[0], {"video": {"video_embeds": VECTORS, "video_image_sizes": value}})
+
+
+def test_sizes_of_more_than_fits_take_no_longer_for_more_items(
+    made: list[MediaInputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many large images as there may be numbers; only those that fit, and one more, are laid out."""
+    made.append(inputs("Idefics3Processor"))
+    family, counted = made[0].family, [0]
+    count = type(family).count_embeds
+
+    def counting(*args: Any) -> int:
+        counted[0] += 1
+        return count(family, *args)
+
+    monkeypatch.setattr(family, "count_embeds", counting)
+    value = {"image_embeds": VECTORS, "image_sizes": np.full((MOST_NUMBERS // 2, 2), 1 << 15)}
+    with pytest.raises(InputError, match=rf"8192 items: the first 1 have \d+ vectors; .* may have {MOST} "):
+        images(made[0], value, None, {"do_resize": False})
+    assert counted == [1]
+
+
+def test_more_items_than_there_may_be_are_refused(made: list[MediaInputs]) -> None:
+    """Also where nothing beside them says how many they are."""
+    made.append(inputs("Qwen2AudioProcessor", limit_per_prompt={"audio": 0}))
+    many = np.broadcast_to(VECTORS[:1], (MOST_NUMBERS + 1, 1, WIDTH))
+    with pytest.raises(InputError, match=f"audio_embeds has {MOST_NUMBERS + 1} items; the limit is {MOST_NUMBERS}"):
+        load(made[0], {"audio": {"audio_embeds": many}})
