@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +156,7 @@ def test_two_ranks_give_the_logits_of_one(arch: str, tmp_path: Path) -> None:
     whole = run(tmp_path, paths, ALONE)
     check_changes(whole, tmp_path)
     for both in (False, True):
-        shares = on_ranks(2, lambda group, both=both: run(tmp_path, paths, group, both=both))  # type: ignore[misc]
+        shares = on_ranks(2, partial(run, tmp_path, paths, both=both))
         check([one.logits for one in shares], whole.logits)
 
 
@@ -166,7 +167,7 @@ def test_experts(arch: str, placement: str, tmp_path: Path) -> None:
     whole = run(tmp_path, paths, ALONE)
     check_changes(whole, tmp_path)
     for both in (False, True):
-        shares = on_ranks(2, lambda group, both=both: run(tmp_path, paths, group, both=both, placement=placement))  # type: ignore[misc]
+        shares = on_ranks(2, partial(run, tmp_path, paths, both=both, placement=placement))
         check([one.logits for one in shares], whole.logits)
 
 
@@ -207,10 +208,7 @@ def test_quantized_weights(arch: str, form: str, tmp_path: Path) -> None:
     """Ranks round their own parts of a matrix, so one rank has other weights; adapters are not rounded."""
     paths = write_adapters(arch, tmp_path)
     one_half, both = (
-        [
-            share.logits
-            for share in on_ranks(2, lambda group, both=both: run(tmp_path, paths, group, form=form, both=both))
-        ]  # type: ignore[misc]
+        [share.logits for share in on_ranks(2, partial(run, tmp_path, paths, form=form, both=both))]
         for both in (False, True)
     )
     check(both, one_half[0])
@@ -245,8 +243,7 @@ def test_what_ranks_have_of_adapters(tmp_path: Path) -> None:
     paths = write_adapters("LlamaForCausalLM", tmp_path)
     whole = run(tmp_path, paths, ALONE).num_bytes
     one_half, both = (
-        [share.num_bytes for share in on_ranks(2, lambda group, both=both: run(tmp_path, paths, group, both=both))]  # type: ignore[misc]
-        for both in (False, True)
+        [share.num_bytes for share in on_ranks(2, partial(run, tmp_path, paths, both=both))] for both in (False, True)
     )
     assert sum(both) == whole and max(both) < 0.55 * whole
     assert sum(one_half) > 1.3 * whole
