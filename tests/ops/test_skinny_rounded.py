@@ -14,6 +14,7 @@ from quire.ops.triton import skinny_rounded
 from quire.ops.triton.skinny_rounded import RoundedRing
 from tests import coded_cases as cases
 from tests import gluon_on_numpy
+from tests.products import spread
 
 ERROR = 1e-2
 
@@ -45,9 +46,12 @@ def made(rows, columns, width, kind="fp8"):
     return codes, weight, cases.normal(columns, seed=1, dtype=torch.bfloat16, device="cpu")
 
 
-@pytest.mark.parametrize("tile", [64, 128, 192])
-@pytest.mark.parametrize(("rows", "held"), [(40, 64), (100, 64), (130, 128), (192, 192), (200, 192), (250, 256)])
-def test_products(tile, rows, held):
+@pytest.mark.parametrize(
+    ("tile", "rows_held"),
+    spread([64, 128, 192], [(40, 64), (100, 64), (130, 128), (192, 192), (200, 192), (250, 256)]),
+)
+def test_products(tile, rows_held):
+    rows, held = rows_held
     x, weight, bias = made(rows, 472, 768, "int8" if rows % 100 else "fp8")
     wanted = rounded_linear.reference(x, weight, bias)
     for pieces, buffers, parts in ((1, 2, 1), (2, 2, 1), (1, 3, 2)):
