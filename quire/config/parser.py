@@ -180,14 +180,22 @@ _NOT_OF_ITS_TYPE = (ValueError, KeyError, AttributeError, TypeError, IndexError,
 FOLDED = "\u200b"  # description that marks a group as folded in help; compared by identity
 
 
+_YAML_TYPES = ["null", "bool", "int", "float", "binary", "timestamp", "omap", "pairs", "set", "str", "seq", "map"]
+
+
 def _loader_class() -> Any:
-    """YAML's safe one, in which a date is text as any other value without a type of JSON: it may be a name."""
+    """YAML's safe one, in which a date is text as any other value without a type of JSON: it may be a name.
+
+    Its table is its own: libraries replace entries of PyYAML's for the whole process (lm-format-enforcer does).
+    """
     safe = load("yaml:SafeLoader")
+    forms = {f"tag:yaml.org,2002:{name}": getattr(safe, f"construct_yaml_{name}") for name in _YAML_TYPES}
     resolvers = {
         first: [(tag, form) for tag, form in pairs if tag != "tag:yaml.org,2002:timestamp"]
         for first, pairs in safe.yaml_implicit_resolvers.items()
     }
-    return type("OptionLoader", (safe,), {"yaml_implicit_resolvers": resolvers})
+    tables = {"yaml_implicit_resolvers": resolvers, "yaml_constructors": forms | {None: safe.construct_undefined}}
+    return type("OptionLoader", (safe,), tables)
 
 
 class _OptionFile:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yaml import SafeLoader
 
 from quire.config import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from quire.config.flags import human_readable_int, human_readable_int_or_auto
@@ -285,6 +286,20 @@ def test_a_date_in_a_file_is_text(parser: FlexibleArgumentParser, tmp_path: Path
         ["--config", write(tmp_path, "served-model-name: 2026-01-01\nhf-overrides: {a: 2026-01-01}")]
     )
     assert found.served_model_name == ["2026-01-01"] and found.hf_overrides == {"a": "2026-01-01"}
+
+
+def test_what_libraries_do_to_pyyaml_does_not_count(
+    parser: FlexibleArgumentParser,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forms = SafeLoader.yaml_constructors
+    for name in ("timestamp", "int"):  # as lm-format-enforcer does on import
+        monkeypatch.setitem(forms, f"tag:yaml.org,2002:{name}", forms["tag:yaml.org,2002:str"])
+    assert parser.parse_args(["--config", write(tmp_path, "hf-overrides: {a: 7}")]).hf_overrides == {"a": 7}
+    wrong = complaint(parser, ["--config", write(tmp_path, "seed: !!timestamp soon")], capsys)
+    assert "a value is not of the type that the file says" in wrong
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])
