@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -22,36 +23,47 @@ _PATIENCE = 120.0  # seconds that one rank waits for the others
 class _Sums:
     """Adds up what all ranks bring, in the order of ranks, so that all of them get the same bits."""
 
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
+    def __init__(self, size: int, turn: threading.Lock | None = None) -> None:
+        self.barrier, self._turn = threading.Barrier(size), turn
         self._brought: list[Tensor | None] = [None] * size
+
+    def _wait(self) -> None:
+        """Until all ranks are here; the rank that has the turn gives it to another one meanwhile."""
+        if self._turn is None:
+            self.barrier.wait(_PATIENCE)
+            return
+        self._turn.release()
+        try:
+            self.barrier.wait(_PATIENCE)
+        finally:
+            self._turn.acquire()
 
     def reduce(self, rank: int, x: Tensor) -> Tensor:
         self._brought[rank] = x
-        self.barrier.wait(_PATIENCE)
+        self._wait()
         everything = [part for part in self._brought if part is not None]
         assert len({(part.shape, part.dtype) for part in everything}) == 1, "ranks add up different things"
         total = everything[0].clone()
         for part in everything[1:]:
             total += part
-        self.barrier.wait(_PATIENCE)
+        self._wait()
         return total
 
     def gather(self, rank: int, x: Tensor) -> Tensor:
         self._brought[rank] = x
-        self.barrier.wait(_PATIENCE)
+        self._wait()
         every = torch.stack([part for part in self._brought if part is not None])
-        self.barrier.wait(_PATIENCE)
+        self._wait()
         return every
 
     def broadcast(self, rank: int, x: Tensor, source: int) -> None:
         self._brought[rank] = x
-        self.barrier.wait(_PATIENCE)
+        self._wait()
         there = self._brought[source]
         assert there is not None and (there.shape, there.dtype) == (x.shape, x.dtype), "ranks expect different things"
         if rank != source:
             x.copy_(there)
-        self.barrier.wait(_PATIENCE)
+        self._wait()
 
 
 class ThreadContext:
@@ -79,14 +91,21 @@ def on_ranks(
     context: int = 1,
     interleave: int = 1,
     by_exchange: bool = False,
+    in_turns: bool = False,
 ) -> list[Result]:
-    """`moves`: experts may move between ranks. `context`: neighbours that divide contexts among themselves."""
-    sums = _Sums(size)
-    contexts = [_Sums(context) for _ in range(size // context)]
+    """`moves`: experts may move between ranks. `context`: neighbours that divide contexts among themselves. `in_turns`:
+    a rank runs only while all others wait, for what several threads of a process must not do at a time."""
+    turn = threading.Lock() if in_turns else None
+    sums = _Sums(size, turn)
+    contexts = [_Sums(context, turn) for _ in range(size // context)]
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        with turn or nullcontext():
+            run_one(rank)
+
+    def run_one(rank: int) -> None:
         try:
             broadcast = (lambda x, source: sums.broadcast(rank, x, source)) if moves else None
             shared = ThreadContext(

@@ -7,8 +7,8 @@ j // share of the row's table, at offset j % share. All of them need the result 
     gather queries ──▶ attend over own keys ──▶ partial results, with the logarithm of their weight ──▶ merge per rank
 
 Partial results are weighed and summed where their heads are (all-gather of weights, reduce-scatter), or exchanged
-(all-to-all) and merged there. Plain torch over the caches of CpuAttention; a step's indices are made once, as there.
-Must not know: models, requests, how ranks talk.
+(all-to-all) and merged there. On CPU: plain torch over the caches of CpuAttention; a step's indices are made once, as
+there. On GPUs: triton_context.py. Must not know: models, requests, how ranks talk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
-from quire.attention.cpu import CpuCache
+from quire.attention.cpu import CpuAttention, CpuCache
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.attention import by_distance, merge_attention, partial_attention
 from quire.quant.shard import ContextRanks
@@ -52,10 +52,8 @@ class SharedContextPlan:
         self._window = group.window if group.kind is KVKind.WINDOW else 0
         self._chunk = group.window if group.kind is KVKind.CHUNK else 0
         self._tables = step.block_tables.long()
-        blocks, offsets = step.slots // group.block_size, step.slots % group.block_size
-        turns, places = offsets // ranks.interleave, offsets % ranks.interleave
-        self._written = (turns % ranks.size == ranks.rank).nonzero().flatten()
-        own = blocks * self._share + turns // ranks.size * ranks.interleave + places
+        own = own_slots(step.slots, group.block_size, ranks)
+        self._written = (own >= 0).nonzero().flatten()
         self._slots = own[self._written]
         self._parts = self._cut(step)
 
@@ -135,8 +133,8 @@ class SharedContextPlan:
         if cache.uncalibrated:
             cache.calibrate(k, v)
         cache.write(self._slots, k[self._written], None if v is None else v[self._written])
-        queries = self._all_heads(q.transpose(0, 1))
-        slopes = None if alibi is None else self._all_heads(alibi)
+        queries = all_heads(q.transpose(0, 1), self._ranks)
+        slopes = None if alibi is None else all_heads(alibi, self._ranks)
         size = v_size or cache.value_size
         out = queries.new_zeros((*queries.shape[:2], size), dtype=torch.float32)  # [Hq of all ranks, T, Dv]
         totals = queries.new_full(queries.shape[:2], float("-inf"), dtype=torch.float32)
@@ -148,10 +146,7 @@ class SharedContextPlan:
             )
             out[:, part.tokens] = attended.transpose(0, 1).flatten(1, 2)
             totals[:, part.tokens] = total.transpose(0, 1).flatten(1, 2)
-        merged, weight = self._merge(out, totals, q.shape[1])
-        if sinks is not None:  # a key without a value, that no rank keeps
-            merged = merged * torch.sigmoid(weight - sinks.float()[:, None])[..., None]
-        return merged.transpose(0, 1).to(q.dtype)
+        return merged(out, totals, q.shape[1], self._ranks, sinks).transpose(0, 1).to(q.dtype)
 
     def _mask(self, part: _Queries, slopes: Tensor | None) -> Tensor | None:
         """[B, 1 or Hq, M, L]; None: every key is read."""
@@ -170,34 +165,78 @@ class SharedContextPlan:
         bias = torch.zeros(gap.shape)[:, None] if slopes is None else by_distance(slopes, gap).transpose(0, 1)
         return bias.masked_fill(hidden[:, None], float("-inf"))
 
-    def _all_heads(self, x: Tensor) -> Tensor:
-        """x [own heads, ..] -> those of all ranks."""
-        return self._ranks.gather(x.contiguous()).flatten(0, 1)
 
-    def _merge(self, out: Tensor, totals: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """Of this rank's heads: the result over all keys, [Hq, T, Dv], and the logarithm of the keys' weight."""
-        ranks = self._ranks
-        shape = (ranks.size, heads)
-        if ranks.by_exchange:
-            parts = ranks.exchange(torch.cat((out, totals[..., None]), -1).unflatten(0, shape))
-            return merge_attention(parts[..., :-1], parts[..., -1])
-        every = ranks.gather(totals)
-        total = every.logsumexp(0)
+def own_slots(slots: Tensor, block_size: int, ranks: ContextRanks) -> Tensor:
+    """Slots of the scheduler's blocks -> those of this rank's share of them; -1: it does not keep the token."""
+    blocks, offsets = slots // block_size, slots % block_size
+    turns, places = offsets // ranks.interleave, offsets % ranks.interleave
+    own = blocks * (block_size // ranks.size) + turns // ranks.size * ranks.interleave + places
+    return torch.where((slots >= 0) & (turns % ranks.size == ranks.rank), own, -1)
+
+
+def all_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
+    """x [own heads, ..] -> those of all ranks."""
+    return ranks.gather(x.contiguous()).flatten(0, 1)
+
+
+def merged(out: Tensor, totals: Tensor, heads: int, ranks: ContextRanks, sinks: Tensor | None) -> Tensor:
+    """Of all ranks' heads over this rank's keys, `out` [Hq, T, Dv] and `totals` [Hq, T] as `partial_attention` has
+    them -> of this rank's `heads`, over all keys."""
+    shape = (ranks.size, heads)
+    if ranks.by_exchange:
+        parts = ranks.exchange(torch.cat((out, totals[..., None]), -1).unflatten(0, shape))
+        whole, weight = merge_attention(parts[..., :-1], parts[..., -1])
+    else:
+        total = ranks.gather(totals.contiguous()).logsumexp(0)
         weights = (totals - total.clamp(min=torch.finfo(torch.float32).min)).exp_()
-        own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
-        return ranks.scatter((out * weights[..., None]).unflatten(0, shape)), total[own]
+        whole = ranks.scatter((out * weights[..., None]).unflatten(0, shape))
+        weight = total[ranks.rank * heads : (ranks.rank + 1) * heads]
+    if sinks is None:
+        return whole
+    # a key without a value, that no rank keeps
+    return whole * torch.sigmoid(weight - sinks.float()[:, None])[..., None]
+
+
+class DividedCpuAttention:
+    """Of groups of KV whose tokens are divided; caches are made for what one rank keeps."""
+
+    name = CpuAttention.name
+
+    def __init__(self, ranks: ContextRanks) -> None:
+        self._ranks, self._own = ranks, CpuAttention()
+
+    def supports(self, spec: KVSpec) -> str | None:
+        return self._own.supports(spec)
+
+    def reads_pages(self, spec: KVSpec) -> bool:
+        return self._own.reads_pages(spec)
+
+    def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
+        return self._own.make_cache(spec, num_blocks, memory)
+
+    def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
+        return SharedContextPlan(step, group, self._ranks)
+
+    def prepare(self, tokens: int, longest: int) -> None:
+        """Every shape of a step runs the same code."""
 
 
 class WithContextRanks:
-    """An attention backend of CPU workers that keep a share of every context each."""
+    """An attention backend of workers that keep a share of every context each."""
 
-    def __init__(self, attention: AttentionBackend, ranks: ContextRanks) -> None:
-        self.attention, self.name, self._ranks = attention, attention.name, ranks
+    def __init__(self, attention: AttentionBackend, divided: AttentionBackend) -> None:
+        """`divided` has the groups whose tokens are divided, `attention` all others."""
+        self.name, self._attention, self._divided = attention.name, attention, divided
 
     @classmethod
     def over(cls, attention: AttentionBackend, ranks: ContextRanks, specs: Sequence[KVSpec]) -> WithContextRanks:
         """NotBuiltError for layers that it cannot serve."""
-        backend = cls(attention, ranks)
+        divided: AttentionBackend = DividedCpuAttention(ranks)
+        if attention.name == "TRITON_ATTN":
+            from quire.attention.triton_context import DividedTritonAttention  # lazy
+
+            divided = DividedTritonAttention(ranks)
+        backend = cls(attention, divided)
         for spec in specs:
             if reason := backend.supports(spec):
                 raise NotBuiltError(
@@ -209,21 +248,22 @@ class WithContextRanks:
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind not in (*DIVIDED, KVKind.STATE):
             return f"KV of kind {spec.kind.value!r} is not divided among ranks"
-        return self.attention.supports(spec)
+        return self._of(spec).supports(spec)
 
     def reads_pages(self, spec: KVSpec) -> bool:
-        return self.attention.reads_pages(spec)
+        return self._of(spec).reads_pages(spec)
 
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
-        return self.attention.make_cache(own_part(spec), num_blocks, memory)
+        return self._of(spec).make_cache(own_part(spec), num_blocks, memory)
 
     def prepare(self, tokens: int, longest: int) -> None:
-        self.attention.prepare(tokens, longest)
+        self._attention.prepare(tokens, longest)
 
     def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
-        return (
-            SharedContextPlan(step, group, self._ranks) if group.kind in DIVIDED else self.attention.plan(step, group)
-        )
+        return self._of(group).plan(step, group)
+
+    def _of(self, layers: KVSpec | KVGroup) -> AttentionBackend:
+        return self._divided if layers.kind in DIVIDED else self._attention
 
 
 def divide(specs: Sequence[KVSpec], ranks: ContextRanks) -> tuple[KVSpec, ...]:

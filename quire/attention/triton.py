@@ -199,8 +199,8 @@ class Cutter(NamedTuple):
         before, count = entry[:, 3] - entry[:, 2], entry[:, 2]
         low = before + flat // group
         high = before + np.minimum((flat + tiles.block_m - 1) // group, count - 1)
-        first = first_key(low, self.shape)
-        return np.where(entry[:, 3] > 0, _cdiv(high + 1, tiles.block_n) - first // tiles.block_n, 0)
+        first = self.shape.kept(first_key(low, self.shape))
+        return np.where(entry[:, 3] > 0, _cdiv(self.shape.kept(high + 1), tiles.block_n) - first // tiles.block_n, 0)
 
 
 def entries_of(step: GroupStep, rows: np.ndarray) -> np.ndarray:
@@ -224,7 +224,7 @@ def may_share(ones: np.ndarray, entries: np.ndarray, step: GroupStep, shape: Sha
     column = probe_column(shape.page, PROBE)
     if column >= step.host_tables.shape[1]:
         return False  # no row can be long enough
-    long = ones & (entries[:, 3] > (column + 1) * shape.page)
+    long = ones & (shape.kept(entries[:, 3]) > (column + 1) * shape.page)
     blocks = np.sort(step.host_tables[step.host_rows[long], column])
     return len(blocks) >= LEAST_ROWS and bool((blocks[LEAST_ROWS - 1 :] == blocks[: 1 - LEAST_ROWS]).any())
 
@@ -407,9 +407,7 @@ def decode_work(
 
 class TritonPlan:
     def __init__(self, step: GroupStep, group: KVGroup, backend: TritonAttention) -> None:
-        window = group.window if group.kind is KVKind.WINDOW else 0
-        chunk = group.window if group.kind is KVKind.CHUNK else 0
-        self.shape = Shape(group.block_size, window, chunk)
+        self.shape = backend.shape_of(group)
         self.slots, self.tables, self.backend = step.slots, step.block_tables, backend
         if not step.is_static and step.row_index is not None:
             # entries are numbered by their index in the step; only the device knows their rows of the table
@@ -480,7 +478,8 @@ class TritonPlan:
         out = torch.empty((rows, prep.heads, size), dtype=qkv.dtype, device=qkv.device)
         attention_one.attend_one(
             qkv, prep, cache.keys, cache.values, self.tables, lists.rows, lists.contexts, self.slots, out,
-            self.backend.workspace.get(*needed, qkv.device), scale, most, early=self.backend.early,
+            self.backend.workspace.get(*needed, qkv.device), scale, most,
+            early=self.backend.early,
         )  # fmt: skip
         return out
 
@@ -527,6 +526,16 @@ class TritonPlan:
         if runs and k is not None and v is not None and runs[0].rows * runs[0].length == q.shape[0]:
             return dense_attention(q, k, v, runs[0], rule.scale)  # the full step
         out = torch.empty((q.shape[0], q.shape[1], call.value), dtype=q.dtype, device=q.device)
+        self._launch(call, q, cache, rule, out)
+        for run in runs:
+            assert k is not None and v is not None
+            out[run.tokens] = dense_attention(q, k, v, run, rule.scale)
+        return out
+
+    def _launch(
+        self, call: WorkListKey, q: Tensor, cache: TritonCache, rule: Rule, out: Tensor, totals: Tensor | None = None
+    ) -> None:
+        """Every work list of the step, into `out`; `totals` as `attend` has them."""
         for work in self._works(call):
             if work.tiles.has_roles:
                 assert self.backend.attend_prompts is not None and cache.values is not None and not work.partials
@@ -538,22 +547,21 @@ class TritonPlan:
             static = self.backend.workspace.get(floats, counters, q.device)
             attend(
                 q, cache.keys, cache.values, self.tables, work, out, static, self.shape, rule, scales=cache.scales,
-                early=self.backend.early,
+                totals=totals, early=self.backend.early,
             )  # fmt: skip
-        for run in runs:
-            assert k is not None and v is not None
-            out[run.tokens] = dense_attention(q, k, v, run, rule.scale)
-        return out
 
     def _works(self, call: WorkListKey) -> list[AttentionWorkList]:
         """Made once per step. A list made outside a capture is made again inside: the graph must contain the kernel."""
+        self._notice_capture()
+        if call not in self._made:
+            self._made[call] = self.lists.make(call)
+        return self._made[call]
+
+    def _notice_capture(self) -> None:
         captured = self.slots.is_cuda and torch.cuda.is_current_stream_capturing()
         if captured != self._captured:
             self._made.clear()
             self._captured = captured
-        if call not in self._made:
-            self._made[call] = self.lists.make(call)
-        return self._made[call]
 
 
 class TritonAttention:
@@ -599,6 +607,11 @@ class TritonAttention:
 
     def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
         return TritonPlan(step, group, self)
+
+    def shape_of(self, group: KVGroup) -> Shape:
+        window = group.window if group.kind is KVKind.WINDOW else 0
+        chunk = group.window if group.kind is KVKind.CHUNK else 0
+        return Shape(group.block_size, window, chunk)
 
     def prepare(self, tokens: int, longest: int) -> None:
         for heads, kv_heads, size, dtype, device in self.forms:

@@ -163,10 +163,11 @@ def divide_contexts(requested: Mapping[str, Any], config: EngineConfig) -> Engin
     if size == 1:
         return config
     others = {
-        "a GPU: it is built for ranks on CPUs": config.device_config.device != "cpu",
         "an encoder-decoder model": config.model_config.is_encoder_decoder,
         "a pooling model": config.model_config.is_pooling,
-        "a KV cache in int8: choose another kv_cache_dtype": config.cache_config.cache_dtype.startswith("int8"),
+        "a KV cache in int8 on CPUs: choose another kv_cache_dtype": (
+            config.device_config.device == "cpu" and config.cache_config.cache_dtype.startswith("int8")
+        ),
         "batch-invariant mode: how a context is divided changes bits": env.BATCH_INVARIANT.get(),
     }
     for other in (name for name, is_so in others.items() if is_so):

@@ -19,23 +19,40 @@ class ProcessContext:
 
     def __init__(self, rank: int, size: int, group: Any, *, interleave: int, by_exchange: bool) -> None:
         self.rank, self.size, self.interleave, self.by_exchange = rank, size, interleave, by_exchange
-        self._group = group
+        self._group, self._in_one_piece = group, distributed.get_backend(group) == "nccl"
 
     def gather(self, x: Tensor) -> Tensor:
+        if self._through_host(x):
+            return self.gather(x.cpu()).to(x.device)
         every = x.new_empty((self.size, *x.shape))
-        distributed.all_gather(list(every.unbind()), x, group=self._group)
+        if self._in_one_piece:
+            distributed.all_gather_into_tensor(every, x, group=self._group)
+        else:
+            distributed.all_gather(list(every.unbind()), x, group=self._group)
         return every
 
     def scatter(self, parts: Tensor) -> Tensor:
+        if self._through_host(parts):
+            return self.scatter(parts.cpu()).to(parts.device)
+        parts = parts.contiguous()
         own = torch.empty_like(parts[0])
-        distributed.reduce_scatter(own, [part.contiguous() for part in parts], group=self._group)
+        if self._in_one_piece:
+            distributed.reduce_scatter_tensor(own, parts, group=self._group)
+        else:
+            distributed.reduce_scatter(own, list(parts.unbind()), group=self._group)
         return own
 
     def exchange(self, parts: Tensor) -> Tensor:
+        if self._through_host(parts):
+            return self.exchange(parts.cpu()).to(parts.device)
         parts = parts.contiguous()
         own = torch.empty_like(parts)
         distributed.all_to_all_single(own, parts, group=self._group)
         return own
+
+    def _through_host(self, x: Tensor) -> bool:
+        """Ranks that share a GPU talk over gloo, which has these for the host's memory only."""
+        return x.is_cuda and not self._in_one_piece
 
 
 def join_context(size: int, *, interleave: int, by_exchange: bool) -> ProcessContext:

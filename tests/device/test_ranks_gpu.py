@@ -94,6 +94,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("Qwen3MoeForCausalLM", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "engines": ("Qwen3MoeForCausalLM", {"data_parallel_size": 2, "enable_expert_parallel": True}),
     "states": ("Qwen3NextForCausalLM", {"tensor_parallel_size": 2}),
+    "contexts": ("GPTBigCodeForCausalLM", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
+    "latent contexts": (
+        "DeepseekV3ForCausalLM",
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"},
+    ),
+    "windows and contexts": (
+        "GptOssForCausalLM",
+        {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4},
+    ),
     "both": ("Gemma3ForCausalLM", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 

@@ -17,12 +17,17 @@ not depend on where a chunk starts. Lists of items are made by the host or on th
 A cache in 8 bits (ops/kv_codes.py) is multiplied as its codes, in a dtype that represents them all exactly: float8 in
 float16, to which it is widened by one instruction for two codes, int8 in the dtype of the queries. A scale per layer is
 a factor of the scores and of the result; scales per token are factors of the columns of the scores and of the weights.
+
+Where ranks divide every context (RANKS), items and positions are those of whole contexts, and keys are numbered as this
+rank keeps them (divided.py). The result is then in float32, of these keys alone, and the logarithm of their weight is
+stored beside it, by which ranks merge their results: zeros and -inf where a query sees no key.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -32,8 +37,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.kv_codes import PER_LAYER, CacheScales
 from quire.ops.triton.attention_cache import BY_LAYER, BY_TOKEN, SCALES, Coding
+from quire.ops.triton.divided import kept, position
 
 LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
 FIELDS = tl.constexpr(10)
 MAX_SPLITS = 64  # of one tile
 _PAIR_STAGES = 5  # at least, of tiles whose values are read as pairs of codes
@@ -79,9 +86,19 @@ class AttentionWorkList(NamedTuple):
 class Shape(NamedTuple):
     """What all layers of a launch share. Sizes are entries per head."""
 
-    page: int  # tokens per block
+    page: int  # tokens per block, of this rank
     window: int = 0
     chunk: int = 0
+    ranks: int = 1  # that divide every context
+    rank: int = 0
+    interleave: int = 1  # tokens in a row that a rank keeps
+
+    def kept(self, lengths: np.ndarray) -> np.ndarray:
+        """How many of so many first tokens of a row this rank keeps."""
+        if self.ranks == 1:
+            return lengths
+        turns, rest = np.divmod(lengths, self.ranks * self.interleave)
+        return turns * self.interleave + np.clip(rest - self.rank * self.interleave, 0, self.interleave)
 
 
 @triton.jit
@@ -140,11 +157,11 @@ def _each_of(pairs, CODE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _scan(
     acc, top, total, q, q_rest, keys, values, k_scales, v_scales, k_pages, v_pages, head_row, page_rows, table,
-    positions, slopes, slope, begin, end, first, last, page_stride, scale_page, scale, cap,
+    positions, slopes, slope, begin, end, first, last, page_stride, scale_page, scale, cap, rank,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, CODING: tl.constexpr,
-    PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     """Iterate over keys [begin, end). `top`: running maximum of the scores (times log2 e), `total`: sum of weights.
 
@@ -157,6 +174,7 @@ def _scan(
         even, odd = tl.split(tl.reshape(acc, (acc.shape[0], BLOCK_V // 2, 2)))
     for start in tl.range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
+        at_position = position(n, rank, RANKS, INTERLEAVE)
         present = (n >= first) & (n < last)
         if PAGE % BLOCK_N == 0:  # a tile is within one block
             block = tl.load(table + start // PAGE)
@@ -190,16 +208,16 @@ def _scan(
             if SOFTCAP:
                 s = (2.0 * tl.sigmoid(2.0 * s) - 1.0) * cap
             if ALIBI == 1:
-                s -= slope[:, None] * (positions[:, None] - n[None, :]).to(tl.float32)
+                s -= slope[:, None] * (positions[:, None] - at_position[None, :]).to(tl.float32)
             if ALIBI > 1:
-                gap = tl.minimum(tl.maximum(positions[:, None] - n[None, :], 0), ALIBI - 1)
+                gap = tl.minimum(tl.maximum(positions[:, None] - at_position[None, :], 0), ALIBI - 1)
                 s += tl.load(slopes + slope[:, None] + gap).to(tl.float32) * LOG2E
         if MASKED:
-            seen = n[None, :] <= positions[:, None]
+            seen = at_position[None, :] <= positions[:, None]
             if WINDOW:
-                seen &= n[None, :] > positions[:, None] - WINDOW
+                seen &= at_position[None, :] > positions[:, None] - WINDOW
             if CHUNK:
-                seen &= n[None, :] >= positions[:, None] // CHUNK * CHUNK
+                seen &= at_position[None, :] >= positions[:, None] // CHUNK * CHUNK
             s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1) * factor)
         pivot = new
@@ -311,9 +329,18 @@ def _join(
 
 
 @triton.jit
+def _stored_weight(totals, row_at, top, total, used):
+    """Store the logarithm of the weight of all keys; the sum by which the result is divided."""
+    total = tl.where(total == 0.0, 1.0, total)  # of a query without a key, whose `top` is -inf
+    tl.store(totals + row_at, (top + tl.log2(total)) * _LN2, mask=used)
+    return total
+
+
+@triton.jit
 def _finish(
-    out, out_at, partial, sums, place, step, splits, partial2, sums2, place2, step2, parts2, sink, used,
+    out, totals, row_at, partial, sums, place, step, splits, partial2, sums2, place2, step2, parts2, sink, used,
     BLOCK_M: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, SHARED_M: tl.constexpr, SINKS: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     """Merge a tile's splits and those of the shared prefix, some columns at a time, and write the result."""
     WIDTH: tl.constexpr = 128 if BLOCK_V > 128 else BLOCK_V
@@ -331,20 +358,24 @@ def _finish(
             alpha = tl.exp2(top - new)
             total = total * alpha + tl.exp2(sink - new)
             acc = acc * alpha[:, None]
+        if RANKS > 1:
+            total = _stored_weight(totals, row_at, top, total, used)
         mask = used[:, None] & (e < DV)[None, :]
-        tl.store(out + out_at[:, None] + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+        y = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row_at[:, None] * DV + e[None, :], y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride", "held"], do_not_specialize_on_alignment=_LISTS)
+@triton.jit(do_not_specialize=["table_stride", "held", "rank"], do_not_specialize_on_alignment=_LISTS)
 def _attend_kernel(
-    out, q, keys, values, k_scales, v_scales, k_pages, v_pages, tables, items, partial, sums, counters, info, partial2,
-    sums2, sinks, slopes, q_token, q_head, page_stride, k_head, v_head, scale_page, scale_head, table_stride, held,
-    scale, cap,
+    out, totals, q, keys, values, k_scales, v_scales, k_pages, v_pages, tables, items, partial, sums, counters, info,
+    partial2, sums2, sinks, slopes, q_token, q_head, page_stride, k_head, v_head, scale_page, scale_head, table_stride,
+    held, scale, cap, rank,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, LATENT: tl.constexpr,
     TWO_LOOPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, SHARED_M: tl.constexpr,
-    CODING: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    CODING: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     """grid (kv heads, items). SHARED_M: flats of a tile of the shared kernel; 0: no item uses it."""
     if EARLY:
@@ -363,9 +394,12 @@ def _attend_kernel(
     used = token < count
     e = tl.arange(0, BLOCK_V)
     wide = used[:, None] & (e < DV)[None, :]
-    out_at = ((begin_token + token).to(tl.int64) * (GROUP * tl.num_programs(0)) + head) * DV
+    row_at = (begin_token + token).to(tl.int64) * (GROUP * tl.num_programs(0)) + head
+    out_at = row_at * DV
     if context == 0:
         tl.store(out + out_at[:, None] + e[None, :], tl.zeros((BLOCK_M, BLOCK_V), out.dtype.element_ty), mask=wide)
+        if RANKS > 1:
+            tl.store(totals + row_at, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=used)
         return
 
     # the keys of this tile, and of this program's split
@@ -375,10 +409,10 @@ def _attend_kernel(
     positions = before + tl.minimum(token, count - 1)
     first = skip
     if WINDOW:
-        first = tl.maximum(low - WINDOW + 1, 0)
+        first = kept(tl.maximum(low - WINDOW + 1, 0), rank, RANKS, INTERLEAVE)
     if CHUNK:
-        first = low // CHUNK * CHUNK
-    last = high + 1
+        first = kept(low // CHUNK * CHUNK, rank, RANKS, INTERLEAVE)
+    last = kept(high + 1, rank, RANKS, INTERLEAVE)
     tile0 = first // BLOCK_N
     begin, end = tile0 * BLOCK_N, last
     if SPLIT:
@@ -415,18 +449,19 @@ def _attend_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     cut = begin
     if TWO_LOOPS:
-        cut = tl.maximum(begin, tl.minimum((low + 1) // BLOCK_N * BLOCK_N, end))
+        cut = tl.maximum(begin, tl.minimum(kept(low + 1, rank, RANKS, INTERLEAVE) // BLOCK_N * BLOCK_N, end))
         if not AHEAD:
             acc, top, total = _scan(
                 acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row,
                 page_rows, table, positions, slopes, slope, begin, cut, first, last, page_stride, scale_page, scale,
-                cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False,
-                TMA, CODING, PRECISION, PAIRS,
+                cap, rank, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT,
+                False, TMA, CODING, PRECISION, PAIRS, RANKS, INTERLEAVE,
             )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows,
-        table, positions, slopes, slope, cut, end, first, last, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N,
-        BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION, PAIRS,
+        table, positions, slopes, slope, cut, end, first, last, page_stride, scale_page, scale, cap, rank, DK, DV,
+        BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION,
+        PAIRS, RANKS, INTERLEAVE,
     )  # fmt: skip
     if AHEAD:  # last: ptxas does not overlap matmuls if another loop follows
         acc, top, total = _scan_ahead(
@@ -463,8 +498,8 @@ def _attend_kernel(
                     step2 = tl.load(info + 3).to(tl.int64) * kv_heads * SHARED_M
                     parts2 = tl.where(member >= 0, tl.load(info + 4), 0)
                 _finish(
-                    out, out_at, partial, sums, place, step, splits, partial2, sums2, place2, step2, parts2, sink, used,
-                    BLOCK_M, DV, BLOCK_V, SHARED_M, SINKS,
+                    out, totals, row_at, partial, sums, place, step, splits, partial2, sums2, place2, step2, parts2,
+                    sink, used, BLOCK_M, DV, BLOCK_V, SHARED_M, SINKS, RANKS,
                 )  # fmt: skip
             return
     if SINKS:
@@ -472,17 +507,19 @@ def _attend_kernel(
         alpha = tl.exp2(top - new)
         total = total * alpha + tl.exp2(sink - new)
         acc = acc * alpha[:, None]
+    if RANKS > 1:
+        total = _stored_weight(totals, row_at, top, total, used)
     tl.store(out + out_at[:, None] + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=wide)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_LISTS)
+@triton.jit(do_not_specialize=["table_stride", "rank"], do_not_specialize_on_alignment=_LISTS)
 def _shared_kernel(
     q, keys, values, k_scales, v_scales, k_pages, v_pages, tables, info, members, starts, contexts, partial, sums,
-    slopes, q_token, q_head, page_stride, k_head, v_head, scale_page, scale_head, table_stride, scale, cap,
+    slopes, q_token, q_head, page_stride, k_head, v_head, scale_page, scale_head, table_stride, scale, cap, rank,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, LATENT: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, CODING: tl.constexpr,
-    EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, PRECISION: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     """grid (kv heads, programs): tiles of the queries of all members against the shared keys."""
     if EARLY:
@@ -540,8 +577,9 @@ def _shared_kernel(
     else:
         acc, top, total = _scan(
             acc, top, total, x, rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows, table,
-            positions, slopes, slope, begin, end, 0, end, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
-            BLOCK_V, BLOCK_R, PAGE, 0, 0, SOFTCAP, ALIBI, LATENT, False, TMA, CODING, PRECISION, 0,
+            positions, slopes, slope, begin, end, 0, end, page_stride, scale_page, scale, cap, rank, DK, DV, BLOCK_N,
+            BLOCK_D, BLOCK_V, BLOCK_R, PAGE, 0, 0, SOFTCAP, ALIBI, LATENT, False, TMA, CODING, PRECISION, 0, RANKS,
+            INTERLEAVE,
         )  # fmt: skip
     if CODING == BY_LAYER:
         acc *= tl.load(v_scales)
@@ -600,6 +638,7 @@ def attend(
     rule: Rule,
     *,
     scales: CacheScales | None = None,  # of a cache in 8 bits
+    totals: Tensor | None = None,  # [T, Hq] float32: logarithm of the weight of all keys; where ranks divide contexts
     early: bool = False,  # programs may start while the previous kernel still runs (few.py)
 ) -> None:
     """Run one work list: the shared prefix if there may be one, then the tiles."""
@@ -619,15 +658,15 @@ def attend(
     k_pages, v_pages = pages or (None, None)
     read = stored.view(torch.int16) if pairs else stored
     _attend_kernel[(kv_heads, num_items)](
-        out, q, keys, read, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums,
-        space.counters, None if shared is None else shared.info, rooms.shared_partial, rooms.shared_sums, rule.sinks,
-        rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head,
-        tables.stride(0), work.flats_in_use, *_factors(rule),
+        out, totals, q, keys, read, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial,
+        rooms.sums, space.counters, None if shared is None else shared.info, rooms.shared_partial, rooms.shared_sums,
+        rule.sinks, rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), codes.page,
+        codes.head, tables.stride(0), work.flats_in_use, *_factors(rule), shape.rank,
         **_shapes(q, keys, values, tiles, dv), PAGE=shape.page, WINDOW=shape.window, CHUNK=shape.chunk,
         SOFTCAP=rule.softcap > 0, SINKS=rule.sinks is not None, ALIBI=num_distances(rule.alibi), LATENT=values is None,
         TWO_LOOPS=two_loops, AHEAD=two_loops and _ahead(q, keys, values, tiles, rule), TMA=pages is not None,
         SPLIT=work.splittable, SHARED_M=0 if shared is None else shared.tiles.block_m, CODING=codes.coding,
-        EARLY=early, PAIRS=pairs, **_early(early),
+        EARLY=early, PAIRS=pairs, RANKS=shape.ranks, INTERLEAVE=shape.interleave, **_early(early),
     )  # fmt: skip
 
 
@@ -656,10 +695,10 @@ def _attend_shared(
         q, keys, stored, codes.keys, codes.values, k_pages, v_pages, tables, shared.info, shared.members, shared.starts,
         shared.contexts, rooms.shared_partial, rooms.shared_sums, rule.alibi, q.stride(0), q.stride(1),
         keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head, tables.stride(0), *_factors(rule),
-        **_shapes(q, keys, values, shared.tiles, dv),
+        shape.rank, **_shapes(q, keys, values, shared.tiles, dv),
         PAGE=shape.page, SOFTCAP=rule.softcap > 0, ALIBI=num_distances(rule.alibi), LATENT=values is None,
         AHEAD=_ahead(q, keys, values, shared.tiles, rule), TMA=pages is not None, CODING=codes.coding,
-        EARLY=early, **_early(early),
+        EARLY=early, RANKS=shape.ranks, INTERLEAVE=shape.interleave, **_early(early),
     )  # fmt: skip
 
 

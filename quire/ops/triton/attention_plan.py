@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.triton.attention import FIELDS, MAX_SPLITS, AttentionTile, Shape, SharedPrefix
+from quire.ops.triton.divided import kept
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 PROBE = 256  # tokens: shorter prefixes are not detected
@@ -45,17 +46,17 @@ class Sharing(NamedTuple):
 
 @triton.jit
 def _find_shared(
-    tables, row_index, contexts, row, context, inside, num, table_stride, least_rows, worth,
+    tables, row_index, contexts, row, context, inside, num, table_stride, least_rows, worth, rank,
     M_TILES: tl.constexpr, PAGE: tl.constexpr, COLUMN: tl.constexpr, ALIGN: tl.constexpr, CANDIDATES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
-    """(tokens, who shares them [BLOCK], a row that has them)."""
+    """(tokens, who shares them [BLOCK], a row that has them). `context`, and the result: what this rank keeps."""
     v = tl.arange(0, BLOCK)
     at = tables + row.to(tl.int64) * table_stride
     candidate = inside & (context > (COLUMN + 1) * PAGE)
     block = tl.load(at + COLUMN, mask=candidate, other=-1)
     pick = tl.arange(0, CANDIDATES) * num // CANDIDATES // M_TILES
-    long = tl.load(contexts + pick) > (COLUMN + 1) * PAGE
+    long = kept(tl.load(contexts + pick), rank, RANKS, INTERLEAVE) > (COLUMN + 1) * PAGE
     pick_at = tables + tl.load(row_index + pick).to(tl.int64) * table_stride + COLUMN
     expected = tl.load(pick_at, mask=long, other=-2)
     counts = tl.sum((block[:, None] == expected[None, :]).to(tl.int32), 0)
@@ -79,15 +80,27 @@ def _find_shared(
 
 
 @triton.jit(
-    do_not_specialize=["num", "capacity", "target", "least", "most", "table_stride", "programs", "rows", "saved"],
+    do_not_specialize=[
+        "num",
+        "capacity",
+        "target",
+        "least",
+        "most",
+        "table_stride",
+        "programs",
+        "rows",
+        "saved",
+        "rank",
+    ],
     do_not_specialize_on_alignment=["items", "info", "members", "tables", "row_index", "contexts", "starts"],
 )
 def _plan_kernel(
     items, info, members, tables, row_index, contexts, starts, num, capacity, target, least, most, table_stride,
-    programs, rows, saved,
+    programs, rows, saved, rank,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, PAGE: tl.constexpr, COLUMN: tl.constexpr, ALIGN: tl.constexpr, SHARED_M: tl.constexpr,
     SHARED_N: tl.constexpr, LEAST_KEYS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     """One program. Split the tiles of `num` = entries * M_TILES, one query each, into about equal numbers of key
     tiles. SHARED_M: tile of the shared kernel; 0: do not detect a prefix."""
@@ -95,14 +108,15 @@ def _plan_kernel(
     inside = v < num
     entry, flat = v // M_TILES, v % M_TILES * BLOCK_M
     context = tl.load(contexts + entry, mask=inside, other=0)
+    keys = kept(context, rank, RANKS, INTERLEAVE)
     row = tl.load(row_index + entry, mask=inside, other=0)
     token = tl.load(starts + entry, mask=inside, other=0)
     first = tl.zeros((BLOCK,), tl.int32)
     member_at = tl.full((BLOCK,), -1, tl.int32)
     if SHARED_M:
         shared, member, leader = _find_shared(
-            tables, row_index, contexts, row, context, inside, num, table_stride, rows, saved, M_TILES, PAGE, COLUMN,
-            ALIGN, 16, BLOCK,
+            tables, row_index, contexts, row, keys, inside, num, table_stride, rows, saved, rank, M_TILES, PAGE, COLUMN,
+            ALIGN, 16, BLOCK, RANKS, INTERLEAVE,
         )  # fmt: skip
         opens = member & (v % M_TILES == 0)
         member_at = tl.where(member, tl.cumsum(opens.to(tl.int32), 0) - 1, -1)
@@ -119,10 +133,10 @@ def _plan_kernel(
         first = tl.where(member, shared, 0)
     skip = first
     if WINDOW:
-        first = tl.maximum(context - WINDOW, 0)
+        first = kept(tl.maximum(context - WINDOW, 0), rank, RANKS, INTERLEAVE)
     if CHUNK:
-        first = (context - 1) // CHUNK * CHUNK
-    key_tiles = tl.where(context > 0, (context - 1 + BLOCK_N) // BLOCK_N - first // BLOCK_N, 0)
+        first = kept((context - 1) // CHUNK * CHUNK, rank, RANKS, INTERLEAVE)
+    key_tiles = tl.where(context > 0, (keys - 1 + BLOCK_N) // BLOCK_N - first // BLOCK_N, 0)
     length = tl.maximum((tl.sum(key_tiles, 0) + target - 1) // target, least)
     splits = tl.minimum(tl.maximum((key_tiles + length - 1) // length, 1), most)
     splits = tl.where(inside, splits, 0)
@@ -174,10 +188,10 @@ def plan_decodes(
     _plan_kernel[(1,)](
         items, None if shared is None else shared.info, None if shared is None else shared.members, tables,
         row_index, contexts, starts, num, len(items), max(1, target), least, most, tables.stride(0), used.programs,
-        used.rows, used.saved, GROUP=group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, M_TILES=m_tiles,
+        used.rows, used.saved, shape.rank, GROUP=group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, M_TILES=m_tiles,
         WINDOW=shape.window, CHUNK=shape.chunk, PAGE=shape.page, COLUMN=probe_column(shape.page, used.probe),
         ALIGN=align, SHARED_M=0 if shared is None else used.tiles.block_m, SHARED_N=used.tiles.block_n,
         LEAST_KEYS=LEAST_KEY_TILES, MOST=MAX_SPLITS, BLOCK=max(1024, next_power_of_2(num)), FIELDS=FIELDS.value,
-        num_warps=4,
+        RANKS=shape.ranks, INTERLEAVE=shape.interleave, num_warps=4,
     )  # fmt: skip
     return items, shared

@@ -20,7 +20,7 @@ DIVIDED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 
 def resolve(folder: Path, *, model: dict[str, Any] | None = None, **options: Any) -> Any:
     (folder / "config.json").write_text(json.dumps(LLAMA | (model or {"num_key_value_heads": 1})))
-    args = EngineArgs(model=str(folder), device="cpu", skip_tokenizer_init=True, **options)
+    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, **{"device": "cpu"} | options)
     return args.create_engine_config().parallel_config
 
 
@@ -111,7 +111,7 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
         (
             DIVIDED | {"kv_cache_dtype": "int8_per_token_head"},
             NotBuiltError,
-            "size=2 is not built for a KV cache in int8",
+            "size=2 is not built for a KV cache in int8 on CPUs",
         ),
         (DIVIDED | {"prefill_context_parallel_size": 2}, NotBuiltError, "all tokens of a prompt"),
         ({"tensor_parallel_size": MOST_RANKS + 1}, ConfigError, f"at most {MOST_RANKS} ranks"),
@@ -141,6 +141,11 @@ def test_a_class_of_executors_goes_as_its_import_path(tmp_path: Path) -> None:
     assert parallel.distributed_executor_backend == "tests.fake_engine:FakeExecutor"
     with pytest.raises(ConfigError, match=r"expected a class or an import path like 'package.module:Name', got 7"):
         resolve(tmp_path, distributed_executor_backend=7)
+
+
+def test_contexts_are_divided_on_gpus_too(tmp_path: Path) -> None:
+    options = DIVIDED | {"device": "cuda", "kv_cache_dtype": "int8_per_token_head"}
+    assert resolve(tmp_path, **options).decode_context_parallel_size == 2
 
 
 def test_batch_invariant_contexts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
