@@ -105,7 +105,19 @@ def to_f16(values: np.ndarray) -> np.ndarray:
 def from_e4m3(bits: np.ndarray) -> np.ndarray:
     sign, exponent, rest = bits >> U64(7) & U64(1), (bits >> U64(3) & U64(15)).astype(int), (bits & U64(7)).astype(int)
     size = np.where(exponent > 0, np.ldexp(8.0 + rest, exponent - 10), np.ldexp(rest.astype(float), -9))
+    size = np.where(bits & U64(0x7F) == U64(0x7F), np.nan, size)
     return (np.where(sign, -1, 1) * size).astype(np.float32)
+
+
+def to_e4m3(values: np.ndarray) -> np.ndarray:
+    """To the nearest, ties to even; what is too large to the largest."""
+    size = np.minimum(np.abs(values.astype(float)), 448.0)
+    unit = np.maximum(np.frexp(size)[1], -5) - 4
+    rounded = np.round(np.ldexp(size, -unit))  # 8 to 16 of its unit, less if it is a small one
+    unit, rounded = np.where(rounded == 16, unit + 1, unit), np.where(rounded == 16, 8, rounded)
+    code = np.where(rounded < 8, rounded, (unit + 9) * 8 + rounded)
+    code = np.where(np.isnan(values), 0x7F, code).astype(int)
+    return (code | np.signbit(values) << 7).astype(U64)
 
 
 # two numbers of a register -> theirs in float32, and back
@@ -144,7 +156,7 @@ class Program:
             if found := re.match(r"@(!?)(%p\d+)\s+(.*)", line):
                 mask = (self._get(found[2]) != 0) != bool(found[1])
                 line = found[3]
-            name, *rest = line.split(maxsplit=1)
+            name, *rest = line.replace("shared::cta", "shared", 1).split(maxsplit=1)  # as newer compilers say it
             if name == "ret":
                 return
             if name.startswith("bra"):
@@ -219,6 +231,9 @@ class Program:
             self._convert(parts, args, mask)
         elif kind.removesuffix("x2") in _PAIRS:
             self._put(args[0], self._in_halves(head, kind, args), mask)
+        elif name == "min.NaN.xorsign.abs.f32":
+            a, b = (floats(self._get(arg)) for arg in args[1:])
+            self._put(args[0], bits_of(np.copysign(np.minimum(abs(a), abs(b)), a * np.sign(b))), mask)
         elif kind == "f32":
             with np.errstate(all="ignore"):
                 self._put(args[0], bits_of(_FLOAT[head](*(floats(self._get(arg)) for arg in args[1:]))), mask)
@@ -288,6 +303,11 @@ class Program:
             with np.errstate(all="ignore"):
                 closed = _PAIRS[to[:-2]][1]
                 self._put(args[0], closed(low) | closed(high) << U64(16), mask)
+        elif (to, kind) == ("e4m3x2", "f32"):
+            # of a thread with one number alone Triton leaves the other one's register as it is
+            one = U64(0) if args[1] not in self._registers else to_e4m3(floats(self._get(args[1])))
+            high, low = one, to_e4m3(floats(self._get(args[2])))
+            self._put(args[0], low | high << U64(8), mask)
         elif (to, kind) == ("bf16", "f32"):
             self._put(args[0], to_bf16(floats(self._get(args[1]))), mask)
         elif (to, kind) == ("f16", "f32"):

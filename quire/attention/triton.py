@@ -479,7 +479,7 @@ class TritonPlan:
         attention_one.attend_one(
             qkv, prep, cache.keys, cache.values, self.tables, lists.rows, lists.contexts, self.slots, out,
             self.backend.workspace.get(*needed, qkv.device), scale, most,
-            early=self.backend.early,
+            scales=cache.scales, early=self.backend.early,
         )  # fmt: skip
         return out
 

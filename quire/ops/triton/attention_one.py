@@ -11,9 +11,12 @@ device, so there is no list of work; the last program of a head merges its split
 
 Contexts, tables and slots are read before the wait, so no kernel that writes them may let the next one start early.
 
+Keys and values may be float8 with a scale per layer (CODING): codes are multiplied in float16, as attention.py does,
+and the new key and value count as what their codes mean.
+
 Floor for one row of 32 + 16 heads of 128 and 384 keys: 1.6 MB, 0.4 us.
-Must not know: layers, requests. Needs: heads that rotate as halves, in full; 16 bits everywhere; no masks, no score
-modifications. Everything else goes through rope.py and attention.py.
+Must not know: layers, requests. Needs: heads that rotate as halves, in full; 16 bits everywhere but in the cache; no
+masks, no score modifications. Everything else goes through rope.py and attention.py.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.kv_codes import PER_LAYER, PLAIN, CacheScales, is_coded
 from quire.ops.qkv import QkvPrep
-from quire.ops.triton.attention import LOG2E, Space
+from quire.ops.triton.attention import LOG2E, Space, _beside_codes
+from quire.ops.triton.attention_cache import BY_LAYER, SCALES, Coding, encode, meant
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16)
-_LISTS = ["tables", "row_index", "contexts", "slots"]  # may start at any address
+_LISTS = ["tables", "row_index", "contexts", "slots", *SCALES]  # may start at any address
 
 
 class OneRowTile(NamedTuple):
@@ -90,26 +95,51 @@ def _tile(k_base, v_base, table, start, end, page_stride, D: tl.constexpr, BLOCK
     )  # fmt: skip
 
 
-# Four pairs of numbers, as they are: no load of them can come after the first of them is used.
+# Four words of numbers, as they are: no load of them can come after the first of them is used.
 _AS_THEY_ARE = tl.constexpr("mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;")
 
 
 @triton.jit
-def _loaded(tile, ASM: tl.constexpr):
+def _loaded(tile, ASM: tl.constexpr, CODING: tl.constexpr):
+    """In registers, in the dtype in which they are multiplied."""
     ka, kb, va, vb = tile
     if ASM:
         kind: tl.constexpr = ka.dtype
-        bits = [
-            ka.to(tl.int16, bitcast=True), kb.to(tl.int16, bitcast=True), va.to(tl.int16, bitcast=True),
-            vb.to(tl.int16, bitcast=True),
-        ]  # fmt: skip
-        ka, kb, va, vb = tl.inline_asm_elementwise(
-            _AS_THEY_ARE, "=r,=r,=r,=r,r,r,r,r", bits, dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=False,
-            pack=2,
-        )  # fmt: skip
+        if CODING == BY_LAYER:
+            bits = [
+                ka.to(tl.int8, bitcast=True), kb.to(tl.int8, bitcast=True), va.to(tl.int8, bitcast=True),
+                vb.to(tl.int8, bitcast=True),
+            ]  # fmt: skip
+            ka, kb, va, vb = tl.inline_asm_elementwise(
+                _AS_THEY_ARE, "=r,=r,=r,=r,r,r,r,r", bits, dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=False,
+                pack=4,
+            )  # fmt: skip
+        else:
+            bits = [
+                ka.to(tl.int16, bitcast=True), kb.to(tl.int16, bitcast=True), va.to(tl.int16, bitcast=True),
+                vb.to(tl.int16, bitcast=True),
+            ]  # fmt: skip
+            ka, kb, va, vb = tl.inline_asm_elementwise(
+                _AS_THEY_ARE, "=r,=r,=r,=r,r,r,r,r", bits, dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+                is_pure=False, pack=2,
+            )  # fmt: skip
         ka, kb = ka.to(kind, bitcast=True), kb.to(kind, bitcast=True)
         va, vb = va.to(kind, bitcast=True), vb.to(kind, bitcast=True)
+    if CODING == BY_LAYER:
+        ka, kb, va, vb = ka.to(tl.float16), kb.to(tl.float16), va.to(tl.float16), vb.to(tl.float16)
     return ka, kb, va, vb
+
+
+@triton.jit
+def _stored(x, scale, to, mask, LARGEST: tl.constexpr, CODING: tl.constexpr):
+    """Store half of a new key or value; what its code means, in the dtype in which it is multiplied."""
+    if CODING == BY_LAYER:
+        code = encode(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + scale, LARGEST, CODING)
+        x = meant(code, LARGEST).to(tl.float16)
+        tl.store(to, code.to(to.dtype.element_ty), mask=mask)
+    else:
+        tl.store(to, x, mask=mask)
+    return x
 
 
 @triton.jit
@@ -162,11 +192,12 @@ def _merge(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_LISTS)
 def _one_kernel(
-    out, qkv, keys, values, tables, row_index, contexts, slots, q_weight, k_weight, cos, sin, partial, sums, counters,
-    qkv_stride, page_stride, k_head, v_head, table_stride, eps, offset, scale,
+    out, qkv, keys, values, k_scales, v_scales, tables, row_index, contexts, slots, q_weight, k_weight, cos, sin,
+    partial, sums, counters, qkv_stride, page_stride, k_head, v_head, table_stride, eps, offset, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, GROUPS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr,
-    LEAST: tl.constexpr, AT_ONCE: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    LEAST: tl.constexpr, AT_ONCE: tl.constexpr, LARGEST: tl.constexpr, CODING: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (kv heads, MOST, rows)."""
     HALF: tl.constexpr = D // 2
@@ -192,7 +223,11 @@ def _one_kernel(
     sine = tl.load(sin + entry * D + HALF + i).to(tl.float32)[None, :]
     q_weights = _weights(q_weight, i[None, :], offset, D, NORM)
     k_weights = _weights(k_weight, i[None, :], offset, D, NORM)
-    tile = _loaded(tile, ASM)
+    tile = _loaded(tile, ASM, CODING)
+    k_scale, v_scale = 1.0, 1.0
+    if CODING == BY_LAYER:
+        k_scale, v_scale = tl.load(k_scales), tl.load(v_scales)
+        scale *= k_scale
     if EARLY:
         gdc_wait()
 
@@ -211,13 +246,15 @@ def _one_kernel(
     is_stored = is_last & (slot >= 0)
     new_at = slot // PAGE * page_stride + slot % PAGE * D
     once = (m == 0)[:, None] & is_stored
-    tl.store(k_base + new_at + m[:, None] * 0 + columns, new_key[0], mask=once)
-    tl.store(k_base + new_at + HALF + m[:, None] * 0 + columns, new_key[1], mask=once)
-    tl.store(v_base + new_at + i, new_va, mask=is_stored)
-    tl.store(v_base + new_at + HALF + i, new_vb, mask=is_stored)
+    new_k_at = k_base + new_at + m[:, None] * 0 + columns
+    new_a = _stored(new_key[0], k_scale, new_k_at, once, LARGEST, CODING)
+    new_b = _stored(new_key[1], k_scale, new_k_at + HALF, once, LARGEST, CODING)
+    new_va = _stored(new_va, v_scale, v_base + new_at + i, is_stored, LARGEST, CODING)
+    new_vb = _stored(new_vb, v_scale, v_base + new_at + HALF + i, is_stored, LARGEST, CODING)
+    queries = _beside_codes(queries[0], CODING), _beside_codes(queries[1], CODING)
 
-    products = queries[0].to(tl.float32) * new_key[0].to(tl.float32)
-    products += queries[1].to(tl.float32) * new_key[1].to(tl.float32)
+    products = queries[0].to(tl.float32) * new_a.to(tl.float32)
+    products += queries[1].to(tl.float32) * new_b.to(tl.float32)
     top = tl.where(is_last, tl.sum(products, 1) * scale, float("-inf"))
     total = tl.where(is_last, 1.0, 0.0) + tl.zeros((BLOCK_M,), tl.float32)
     nothing = tl.zeros((BLOCK_M, HALF), tl.float32)
@@ -230,11 +267,13 @@ def _one_kernel(
     if (split + splits) * BLOCK_N < before:  # around a loop that would begin by waiting for its first loads
         for start in tl.range((split + splits) * BLOCK_N, before, splits * BLOCK_N):
             tile = _tile(k_base, v_base, table, start, before, page_stride, D, BLOCK_N, PAGE)
+            if CODING == BY_LAYER:  # through registers: a matmul cannot read codes from shared memory
+                tile = _loaded(tile, ASM, CODING)
             acc, top, total = _added(acc, top, total, queries, tile, start + tl.arange(0, BLOCK_N) < before, scale)
 
     out_at = out + entry.to(tl.int64) * (HQ * D) + kv_head * GROUP * D
     halves = m[:, None] * D + columns
-    by = 1.0 / total[:, None]
+    by = v_scale / total[:, None]
     if splits == 1:
         by = tl.where(context > 0, by, 0.0)
         tl.store(out_at + halves, (acc[0] * by).to(kind), mask=used)
@@ -263,7 +302,8 @@ def fits(prep: QkvPrep, keys: Tensor, values: Tensor | None, dtype: torch.dtype)
     return (
         values is not None
         and dtype in DTYPES
-        and keys.dtype is dtype
+        and (keys.dtype is dtype or is_coded(keys.dtype))
+        and keys.dtype is not torch.int8
         and values.shape[3] == size
         and size in TILES
         and keys.stride(0) == values.stride(0)
@@ -300,19 +340,23 @@ def attend_one(
     scale: float,
     most: int,  # splits of a row
     *,
+    scales: CacheScales | None = None,  # of a float8 cache
     tile: OneRowTile | None = None,
     early: bool = False,
 ) -> None:
+    codes = Coding.of(scales, keys.dtype)
+    assert codes.coding in (PLAIN, PER_LAYER)
     rows, (page, kv_heads, size) = len(contexts), keys.shape[1:]
     tile = tile or TILES[size]
     partial, sums = space.floats[: 2 * rows * prep.heads * most * size].chunk(2)
     _one_kernel[(kv_heads, most, rows)](
-        out, qkv, keys, values, tables, row_index, contexts, slots, prep.q_weight, prep.k_weight, prep.cos, prep.sin,
-        partial, sums, space.counters, qkv.stride(0), keys.stride(0), keys.stride(2), values.stride(2),
-        tables.stride(0), prep.eps, prep.offset, scale * LOG2E.value,
+        out, qkv, keys, values, codes.keys, codes.values, tables, row_index, contexts, slots, prep.q_weight,
+        prep.k_weight, prep.cos, prep.sin, partial, sums, space.counters, qkv.stride(0), keys.stride(0),
+        keys.stride(2), values.stride(2), tables.stride(0), prep.eps, prep.offset, scale * LOG2E.value,
         HQ=prep.heads, HKV=kv_heads, D=size, BLOCK_M=16, BLOCK_N=tile.block_n, PAGE=page,
         GROUPS=next_power_of_2(prep.heads // kv_heads), NORM=prep.q_weight is not None,
         WIDE=prep.wide or bool(prep.offset), MOST=most, LEAST=tile.least, AT_ONCE=min(8, next_power_of_2(most)),
-        ASM=qkv.is_cuda, EARLY=early, num_warps=tile.warps, maxnreg=tile.registers,
+        LARGEST=codes.largest, CODING=codes.coding, ASM=qkv.is_cuda, EARLY=early,
+        num_warps=tile.warps, maxnreg=tile.registers,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
