@@ -128,10 +128,10 @@ class Experts(ExpertLayer):
             self.adapters.moved()
 
     def needs_adapter_of(self, expert: int) -> bool:
-        """Whether this expert is here, or may come here, or is where other engines' ranks compute rows of this one."""
+        """Whether this expert is here, may come here, or is at a rank that hears from here what adapters add to it."""
         if self._share is None or self._share.moves:
             return True
-        ranks = (self._share.rank,) if self._spread is None else self._spread.peers  # who get theirs from here
+        ranks = (self._share.rank,) if self._spread is None else self._spread.peers
         return any(expert in self._share.placed[rank] for rank in ranks)
 
     def pieces_for(self, rank: int, pieces: Mapping[int, ExpertPieces]) -> Mapping[int, ExpertPieces]:

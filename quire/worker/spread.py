@@ -41,9 +41,9 @@ class EngineSpread:
     def begin(self, num_tokens: int) -> bool:
         has_news = self.news is not None and self.news.is_pending
         own = torch.tensor([num_tokens, has_news], dtype=torch.int64)
-        said = [torch.zeros_like(own) for _ in range(self._engines)]
-        self._together(lambda: self._await(distributed.all_gather(said, own, group=self._talk, async_op=True)))
-        counts, news = zip(*(one.tolist() for one in said), strict=True)
+        every = [torch.zeros_like(own) for _ in range(self._engines)]
+        self._together(lambda: self._await(distributed.all_gather(every, own, group=self._talk, async_op=True)))
+        counts, news = zip(*(one.tolist() for one in every), strict=True)
         if self.news is not None and any(news):
             self.news.exchange(self._exchange)
         self._counts = list(counts)

@@ -81,8 +81,9 @@ class SpreadAdapters:
     def _message(self, mixture: Experts, engine: int, placed: Mapping[int, HostAdapter]) -> bytes:
         if engine == self._spread.engine or not placed:
             return b""
+        rank = self._spread.peers[engine]
         slots = [
-            SentSlot(slot, _sent(mixture.pieces_for(self._spread.peers[engine], adapter.experts.get(mixture, {}))))
+            SentSlot(slot, pieces_sent(mixture.pieces_for(rank, adapter.experts.get(mixture, {}))))
             for slot, adapter in placed.items()
         ]
         return msgspec.msgpack.encode(slots)
@@ -92,10 +93,10 @@ class SpreadAdapters:
             return
         assert mixture.adapters is not None
         for sent in msgspec.msgpack.decode(message, type=list[SentSlot]):
-            mixture.adapters.put_of(engine, sent.slot, _received(sent.pieces, self._dtype))
+            mixture.adapters.put_of(engine, sent.slot, pieces_received(sent.pieces, self._dtype))
 
 
-def _sent(pieces: Mapping[int, ExpertPieces]) -> list[SentPiece]:
+def pieces_sent(pieces: Mapping[int, ExpertPieces]) -> list[SentPiece]:
     return [
         SentPiece(expert, is_down, one.start, one.stop, len(one.a), one.scale, _bytes_of(one.a), _bytes_of(one.b))
         for expert, own in pieces.items()
@@ -104,7 +105,7 @@ def _sent(pieces: Mapping[int, ExpertPieces]) -> list[SentPiece]:
     ]
 
 
-def _received(sent: Iterable[SentPiece], dtype: torch.dtype) -> dict[int, ExpertPieces]:
+def pieces_received(sent: Iterable[SentPiece], dtype: torch.dtype) -> dict[int, ExpertPieces]:
     pieces: dict[int, ExpertPieces] = {}
     for one in sent:
         a = _tensor_of(one.a, dtype).view(one.rank, -1)

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from quire.config import LoRAConfig
+from quire.layers.adapters import ExpertPieces
 from quire.layers.moe import Experts, mixtures_of
+from quire.ops.lora import LowRankPiece
 from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.adapters import AdapterPlacement, AdapterSource
 from quire.worker.adapters import WorkerAdapters
 from quire.worker.balance import ExpertBalance
 from quire.worker.lora import give_slots
+from quire.worker.spread_adapters import pieces_received, pieces_sent
 from tests.models.test_adapter_ranks import MIXTURES, read_all, write_adapters
 from tests.models.test_ranks import LOADING, check
 from tests.paged import Paged
@@ -179,3 +182,22 @@ def test_experts_that_move_between_engines(tmp_path: Path) -> None:
     done = on_engines(2, 1, partial(engine, tmp_path, paths, placement="linear"), moves=True)
     check_all(done, wanted)
     assert all(one.moved for one in done)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pieces_arrive_as_they_were_sent(dtype: torch.dtype) -> None:
+    def piece(start: int, stop: int, rank: int) -> LowRankPiece:
+        a, b = torch.randn(rank, 6), torch.randn(stop - start, rank)
+        return LowRankPiece(start, stop, a.to(dtype), b.to(dtype), 2 / 3)
+
+    pieces = {
+        1: ExpertPieces(up=(piece(0, 4, 2), piece(4, 8, 3))),
+        5: ExpertPieces(up=(piece(4, 8, 1),), down=(piece(0, 6, 1),)),
+    }
+    received = pieces_received(pieces_sent(pieces), dtype)
+    assert received.keys() == pieces.keys()
+    for expert, own in pieces.items():
+        for side, other in zip(own, received[expert], strict=True):
+            for one, same in zip(side, other, strict=True):
+                assert (one.start, one.stop, one.scale) == (same.start, same.stop, same.scale)
+                assert torch.equal(one.a, same.a) and torch.equal(one.b, same.b) and same.a.dtype is dtype
