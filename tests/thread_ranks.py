@@ -1,20 +1,21 @@
 """Several ranks as threads of one process: sums over ranks without processes or sockets, for tests of layers.
 
 `on_ranks(size, work)` calls work(group) once per rank, at the same time, and returns the results by rank. A rank that
-fails ends the others, and its error is raised.
+fails ends the others, and its error is raised. `on_engines` does the same for ranks of several engines that share
+experts.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from quire.quant.shard import ShardGroup
+from quire.quant.shard import ShardGroup, StepNews
 
 Result = TypeVar("Result")
 _PATIENCE = 120.0  # seconds that one rank waits for the others
@@ -83,6 +84,70 @@ class ThreadContext:
         return self.gather(parts)[:, self.rank]
 
 
+class _Meeting:
+    """Shows all what each brings."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self._brought: list[Any] = [None] * size
+
+    def show(self, rank: int, thing: Any) -> list[Any]:
+        self._brought[rank] = thing
+        self.barrier.wait(_PATIENCE)
+        every = list(self._brought)
+        self.barrier.wait(_PATIENCE)
+        return every
+
+
+class ThreadSpread:
+    """As an ExpertSpread: of the ranks of the same number in all engines. Nothing is padded."""
+
+    def __init__(self, engine: int, engines: int, rank: int, ranks: int, peers: _Meeting) -> None:
+        self.rank, self.size = engine * ranks + rank, engines * ranks
+        self.engine, self.peers = engine, tuple(range(rank, engines * ranks, ranks))
+        self.news: StepNews | None = None
+        self.num_exchanges = 0
+        self._meeting = peers
+
+    def begin(self, num_tokens: int) -> bool:
+        own = num_tokens, self.news is not None and self.news.is_pending
+        said = self._meeting.show(self.engine, own)
+        if self.news is not None and any(has_news for _, has_news in said):
+            self.news.exchange(self._exchange)
+        return any(count for count, _ in said)
+
+    def _exchange(self, messages: Sequence[bytes]) -> list[bytes]:
+        self.num_exchanges += 1
+        return [every[self.engine] for every in self._meeting.show(self.engine, list(messages))]
+
+    def end(self) -> None:
+        pass
+
+    def gather(self, rows_per_token: int, *parts: Tensor) -> tuple[Tensor, ...]:
+        every = self._meeting.show(self.engine, parts)
+        self._counts = [len(parts[0]) for parts in every]
+        return tuple(torch.cat(part) for part in zip(*every, strict=True))
+
+    def scatter(self, rows_per_token: int, y: Tensor) -> Tensor:
+        return torch.stack([part.split(self._counts)[self.engine] for part in self._meeting.show(self.engine, y)]).sum(
+            0
+        )
+
+
+def on_engines(engines: int, ranks: int, work: Callable[[ShardGroup], Result], *, moves: bool = False) -> list[Result]:
+    """By engine and rank. `moves`: experts may move between all of them."""
+    sums, every = [_Sums(ranks) for _ in range(engines)], _Sums(engines * ranks)
+    meetings = [_Meeting(engines) for _ in range(ranks)]
+
+    def group_of(number: int) -> ShardGroup:
+        engine, rank = divmod(number, ranks)
+        broadcast = (lambda x, source: every.broadcast(number, x, source)) if moves else None
+        spread = ThreadSpread(engine, engines, rank, ranks, meetings[rank])
+        return ShardGroup(rank, ranks, lambda x: sums[engine].reduce(rank, x), spread=spread, broadcast=broadcast)
+
+    return _run_all(engines * ranks, lambda number: work(group_of(number)), [*sums, every, *meetings])
+
+
 def on_ranks(
     size: int,
     work: Callable[[ShardGroup], Result],
@@ -98,6 +163,25 @@ def on_ranks(
     turn = threading.Lock() if in_turns else None
     sums = _Sums(size, turn)
     contexts = [_Sums(context, turn) for _ in range(size // context)]
+
+    def group_of(rank: int) -> ShardGroup:
+        broadcast = (lambda x, source: sums.broadcast(rank, x, source)) if moves else None
+        shared = ThreadContext(
+            rank % context, contexts[rank // context], interleave=interleave, by_exchange=by_exchange
+        )
+        return ShardGroup(
+            rank, size, lambda x: sums.reduce(rank, x), broadcast=broadcast, context=shared if context > 1 else None
+        )
+
+    return _run_all(size, lambda rank: work(group_of(rank)), [sums, *contexts], turn)
+
+
+def _run_all(
+    size: int,
+    work: Callable[[int], Result],
+    meetings: Sequence[_Sums | _Meeting],
+    turn: threading.Lock | None = None,
+) -> list[Result]:
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
@@ -107,19 +191,10 @@ def on_ranks(
 
     def run_one(rank: int) -> None:
         try:
-            broadcast = (lambda x, source: sums.broadcast(rank, x, source)) if moves else None
-            shared = ThreadContext(
-                rank % context, contexts[rank // context], interleave=interleave, by_exchange=by_exchange
-            )
-            results[rank] = work(
-                ShardGroup(
-                    rank, size, lambda x: sums.reduce(rank, x), broadcast=broadcast,
-                    context=shared if context > 1 else None,
-                )
-            )  # fmt: skip
+            results[rank] = work(rank)
         except BaseException as failed:  # noqa: BLE001  # the calling thread raises it
             errors.append(failed)
-            for meeting in (sums, *contexts):
+            for meeting in meetings:
                 meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]

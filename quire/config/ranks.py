@@ -250,8 +250,6 @@ def _why_apart(config: EngineConfig) -> str:
         return f"distributed_executor_backend is {parallel.distributed_executor_backend!r}"
     if parallel.data_parallel_size_local < parallel.data_parallel_size or parallel.is_headless:
         return "several programs start them, or Ray does, and they do not know of each other"
-    if config.enable_lora:
-        return "they serve adapters"
     if config.speculative_config is not None:
         return "they draft"
     if config.load_config.load_format == "sharded_state":

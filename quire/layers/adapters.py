@@ -42,6 +42,7 @@ from quire.quant.experts import StoredExperts
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
     from quire.layers.moe import ExpertShare
+    from quire.quant.shard import ExpertSpread
 
 _EVERY = slice(None)
 
@@ -201,19 +202,31 @@ class _Chosen(NamedTuple):
 
 class ExpertAdapters:
     """What adapters add to the experts of a mixture. Rows of a slot that has something here are computed apart, expert
-    by expert: what is added before the activation cannot be added afterwards."""
+    by expert: what is added before the activation cannot be added afterwards. Where engines share experts, their slots
+    follow each other: those of engine e are numbered from e * num_slots + 1."""
 
     def __init__(
         self, stored: StoredExperts, step: StepAdapters, num_slots: int, kernels: Kernels,
-        shards: AdapterShards | None = None, share: ExpertShare | None = None,
+        shards: AdapterShards | None = None, share: ExpertShare | None = None, spread: ExpertSpread | None = None,
     ) -> None:  # fmt: skip
-        """`share`: the experts that this rank has whole; None: it has some entries of each, or all."""
+        """`share`: the experts that this rank has whole; None: it has some entries of each, or all. `spread`: the
+        engines whose tokens come here; None: there is one."""
         self.stored, self.step, self._share = stored, step, share
-        self.slots: list[dict[int, ExpertPieces]] = [{}] * num_slots  # by expert; those that are here
-        self._read: list[dict[int, ExpertPieces]] = [{}] * num_slots  # of experts that may come here, too
+        engines, engine = (1, 0) if spread is None else (len(spread.peers), spread.engine)
+        self._num_slots, self._before = num_slots, engine * num_slots  # slots of engines that come before this one
+        self.slots: list[dict[int, ExpertPieces]] = [{}] * (engines * num_slots)  # by expert; those that are here
+        self._read: list[dict[int, ExpertPieces]] = [{}] * (engines * num_slots)  # of experts that may come here, too
         self._linear, self._device, self._shards = kernels.of(linear), kernels.device, shards
 
     def put(self, slot: int, pieces: dict[int, ExpertPieces]) -> None:
+        """Into a slot of this engine."""
+        self._put(self._before + slot, pieces)
+
+    def put_of(self, engine: int, slot: int, pieces: dict[int, ExpertPieces]) -> None:
+        """Into a slot of any engine."""
+        self._put(engine * self._num_slots + slot, pieces)
+
+    def _put(self, slot: int, pieces: dict[int, ExpertPieces]) -> None:
         if self._share is not None and self._share.moves:
             self._read[slot - 1] = pieces
         self._hold(slot, pieces)
@@ -230,15 +243,29 @@ class ExpertAdapters:
             for expert, both in own.items()
         }
 
-    def groups(self, num_rows: int) -> list[tuple[int, SomeRows]]:
-        """Slots of this step that have something here, with their rows: one or several for each row of the step."""
+    def rows(self, num_rows: int) -> AdapterRows | None:
+        """Of this engine's step: one or several for each row of the step. None: no row has an adapter."""
         rows = self.step.by_slot
-        if rows is None or not any(self.slots):
-            return []
+        if rows is None or not num_rows:  # without rows it is a step of other engines, and `step` tells of one before
+            return None
         count, rest = divmod(num_rows, len(rows.index))
         if rest or not count:
             raise RuntimeError(f"experts have {num_rows} rows in a step of {len(rows.index)}")
-        return [(slot, some) for slot, some in rows.repeated(count).groups if self.slots[slot - 1]]
+        return rows.repeated(count)
+
+    def slots_of(self, num_rows: int) -> Tensor:
+        """[num_rows, 1] int32: the slots of this engine's rows among those of all engines; 0: no adapter."""
+        rows = self.rows(num_rows)
+        if rows is None:
+            return torch.zeros((num_rows, 1), dtype=torch.int32, device=self._device)
+        index = rows.index[:, None]
+        return torch.where(index > 0, index + self._before, index)
+
+    def groups(self, rows: AdapterRows | None) -> list[tuple[int, SomeRows]]:
+        """The slots that have something here, with their rows."""
+        if rows is None or not any(self.slots):
+            return []
+        return [(slot, some) for slot, some in rows.groups if self.slots[slot - 1]]
 
     def multiply(self, slot: int, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """Sum over a token's experts of weight * expert(x), for rows that all have this slot. `index` [rows, choices]:

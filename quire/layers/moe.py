@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from quire.layers.stored import ExpertLayer
 from quire.ops.act import PLAIN, clamped_swiglu, gated_on, plain_on, sigmoid
 from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, norm_router
+from quire.ops.lora import AdapterRows, SomeRows
 from quire.ops.moe import route, sum_choices
 from quire.ops.op import Kernels
 from quire.ops.parts import PartialSums
@@ -24,7 +25,7 @@ from quire.quant.scheme import Slot, Storage
 from quire.quant.shard import Cut, ExpertSpread, Span
 
 if TYPE_CHECKING:
-    from quire.layers.adapters import ExpertAdapters
+    from quire.layers.adapters import ExpertAdapters, ExpertPieces
     from quire.quant.placement import Placement
 
 
@@ -74,7 +75,7 @@ class Experts(ExpertLayer):
         self.prefix, self.count = prefix, shape.experts  # of all ranks
         self._spread = None if own is None else storage.group.spread
         self._rows_per_token = rows_per_token
-        self._share = None
+        self._share: ExpertShare | None = None
         if (placed := None if own is None else storage.group.place_experts(shape.experts)) is not None:
             counts = storage.group.broadcast is not None
             self._share = ExpertShare(placed, storage.group.expert_rank, shape.experts, storage.kernels, counts=counts)
@@ -89,6 +90,11 @@ class Experts(ExpertLayer):
         return self._share
 
     @property
+    def spread(self) -> ExpertSpread | None:
+        """None: no other engine's rows come here."""
+        return self._spread
+
+    @property
     def is_summed(self) -> bool:
         """Whether a result is added up over ranks."""
         return self._reduce is not None
@@ -101,19 +107,18 @@ class Experts(ExpertLayer):
                 y = self._across(self._spread, self._share, x, weights, index)
             else:
                 y = self._share.multiply(self.stored, x, weights, index)
-                self._adapt(y, x, weights, self._share.find(index) if self.adapters is not None else index)
+                self._adapt_own(y, x, weights, self._share.find(index) if self.adapters is not None else index)
             return y if self._reduce is None else self._reduce(y)
         stream = stream if self._adds_stream else None
         y = self.stored.multiply(x, weights, index, stream)
-        self._adapt(y, x, weights, index, stream)
+        self._adapt_own(y, x, weights, index, stream)
         return y if self._reduce is None else self._reduce(y)
 
-    def _adapt(self, y: Tensor, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> None:
-        """Replace results of rows whose adapters change experts. `index`: where their experts are stored."""
+    def _adapt_own(self, y: Tensor, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> None:
+        """Of rows of this engine's step."""
         if self.adapters is not None:
-            for slot, rows in self.adapters.groups(len(x)):
-                own = self.adapters.multiply(slot, x[rows], weights[rows], index[rows])
-                y[rows] = own if stream is None else own + stream[rows]
+            groups = self.adapters.groups(self.adapters.rows(len(x)))
+            _adapt(self.adapters, groups, y, x, weights, index, stream)
 
     def place(self, placed: Placement) -> None:
         """From now on ranks have these; they are stored so already."""
@@ -123,8 +128,17 @@ class Experts(ExpertLayer):
             self.adapters.moved()
 
     def needs_adapter_of(self, expert: int) -> bool:
-        """Whether this expert is here, or may come here."""
-        return self._share is None or self._share.moves or expert in self._share.own
+        """Whether this expert is here, may come here, or is at a rank that hears from here what adapters add to it."""
+        if self._share is None or self._share.moves:
+            return True
+        ranks = (self._share.rank,) if self._spread is None else self._spread.peers
+        return any(expert in self._share.placed[rank] for rank in ranks)
+
+    def pieces_for(self, rank: int, pieces: Mapping[int, ExpertPieces]) -> Mapping[int, ExpertPieces]:
+        """Of an adapter's, by expert, what one of the ranks that share the experts needs."""
+        if self._share is None or self._share.moves:
+            return pieces
+        return {expert: pieces[expert] for expert in self._share.placed[rank] if expert in pieces}
 
     def in_parts(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor | PartialSums:
         """As `forward`, before a norm that may add up the results of a token's experts."""
@@ -135,8 +149,13 @@ class Experts(ExpertLayer):
     def _across(self, spread: ExpertSpread, share: ExpertShare, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """The sum over engines; that over the ranks of each is still to come."""
         each = self._rows_per_token
-        x, weights, index = spread.gather(each, x, weights.float(), index.to(torch.int32))
-        return spread.scatter(each, share.multiply(self.stored, x, weights, index.to(torch.int64)))
+        own = () if self.adapters is None else (self.adapters.slots_of(len(x)),)
+        x, weights, index, *slots = spread.gather(each, x, weights.float(), index.to(torch.int32), *own)
+        index = index.to(torch.int64)
+        y = share.multiply(self.stored, x, weights, index)
+        if self.adapters is not None and (groups := self.adapters.groups(AdapterRows(slots[0].flatten()))):
+            _adapt(self.adapters, groups, y, x, weights, share.find(index))
+        return spread.scatter(each, y)
 
     def slots(self) -> Iterator[Slot]:
         slots = self.stored.slots()
@@ -145,13 +164,23 @@ class Experts(ExpertLayer):
             yield Slot(self.prefix + slot.name, slot.target, fills, slot.cut)
 
 
+def _adapt(
+    adapters: ExpertAdapters, groups: Iterable[tuple[int, SomeRows]], y: Tensor, x: Tensor, weights: Tensor,
+    index: Tensor, stream: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Replace results of rows whose adapters change experts. `index`: where their experts are stored."""
+    for slot, rows in groups:
+        own = adapters.multiply(slot, x[rows], weights[rows], index[rows])
+        y[rows] = own if stream is None else own + stream[rows]
+
+
 class ExpertShare:
     """Which experts of a mixture a rank has, and how tokens and tensors of checkpoints find them. Of an expert that
     several ranks have, each computes what every n-th row has chosen of it; all ranks see the same rows."""
 
     def __init__(self, placed: Placement, rank: int, count: int, kernels: Kernels, *, counts: bool = False) -> None:
         """`counts`: how often experts are chosen, by which they move between ranks."""
-        self._rank, self.count, self.moves = rank, count, counts
+        self.rank, self.count, self.moves = rank, count, counts
         self._is_static = kernels.device.type != "cpu"  # shapes must not depend on what tokens choose
         # of each expert's copies, in the order of ranks: the place here, or -1; and how many there are
         self._places = torch.empty((count, len(placed)), dtype=torch.int64, device=kernels.device)
@@ -161,12 +190,12 @@ class ExpertShare:
 
     def place(self, placed: Placement) -> None:
         """From now on ranks have these; the tables stay where they are."""
-        self.placed, self.own = placed, placed[self._rank]
+        self.placed, self.own = placed, placed[self.rank]
         places = torch.full(self._places.shape, -1, dtype=torch.int64)
         copies = torch.zeros_like(places[:, 0])
         for rank, own in enumerate(placed):
             for place, expert in enumerate(own):
-                if rank == self._rank:
+                if rank == self.rank:
                     places[expert, copies[expert]] = place
                 copies[expert] += 1
         self._places.copy_(places)

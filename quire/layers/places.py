@@ -223,7 +223,7 @@ def attach(
         if isinstance(module, Linear):
             module.adapters = LinearAdapters(module, step, num_slots, rank, like, kernels, own)
         elif isinstance(module, Experts):
-            module.adapters = ExpertAdapters(module.stored, step, num_slots, kernels, own, module.share)
+            module.adapters = ExpertAdapters(module.stored, step, num_slots, kernels, own, module.share, module.spread)
         elif isinstance(module, Embedding):
             module.adapters = TableAdapters(step, num_slots, kernels, own)
         else:

@@ -78,12 +78,27 @@ def as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+class StepNews(Protocol):
+    """What a rank has to tell its peers of other engines before a step, and to hear from them."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is anything to tell."""
+
+    def exchange(self, exchange: Callable[[Sequence[bytes]], list[bytes]]) -> None:
+        """Called on all peers if one of them has news: each calls `exchange` equally often, with a message for every
+        engine, and gets one of every engine."""
+
+
 class ExpertSpread(Protocol):
     """The ranks of all engines that divide experts among themselves. Each engine has tokens of its own, and all run
     every step together: so a layer's experts see the tokens of all. Outside a step an engine is by itself."""
 
     rank: int  # among those of all engines
     size: int
+    engine: int
+    peers: tuple[int, ...]  # ranks that exchange rows with this one, by engine; itself included
+    news: StepNews | None  # None: there never are any, on no engine
 
     def begin(self, num_tokens: int) -> bool:
         """A step in which this engine has so many tokens; returns once all engines are there: whether any has one."""

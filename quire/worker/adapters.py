@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from quire.layers.adapters import StepAdapters
     from quire.layers.places import AdaptedLayer
     from quire.loader.adapter import HostAdapter
+    from quire.worker.spread_adapters import SpreadAdapters
 
 _log = logger(__name__)
 CLOSE_PATIENCE_S = 5.0
 
 
 class WorkerAdapters:
-    def __init__(self, read: Callable[[str], HostAdapter], layers: Iterable[AdaptedLayer], step: StepAdapters) -> None:
-        self._read, self._layers = read, list(layers)
+    def __init__(
+        self, read: Callable[[str], HostAdapter], layers: Iterable[AdaptedLayer], step: StepAdapters,
+        spread: SpreadAdapters | None = None,  # None: no experts are at other engines
+    ) -> None:  # fmt: skip
+        self._read, self._layers, self._spread = read, list(layers), spread
         self.step = step  # of these layers
         self._apart: set[int] = set()  # slots whose adapters no graph holds
         self._copies: dict[int, HostAdapter] = {}  # by serial
@@ -68,6 +72,8 @@ class WorkerAdapters:
             if copy is None:
                 raise RuntimeError(f"a plan places adapter {placement.serial}, of which there is no copy")
             copy.fill(placement.slot, self._layers)
+            if self._spread is not None:
+                self._spread.place(placement.slot, copy)
             self._apart.discard(placement.slot)
             if not copy.in_graphs:
                 self._apart.add(placement.slot)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quire.config.extras import LoRAConfig
     from quire.models.arch import Arch
     from quire.models.build import Model
+    from quire.worker.spread_adapters import SpreadAdapters
 
 
 def _ends_of(arch: Arch, rank: int) -> int:
@@ -53,4 +54,9 @@ def give_slots(model: Model, lora: LoRAConfig, dtype: torch.dtype, kernels: Kern
     places = AdapterPlaces(trunk, model.table(), most=most, ends=ends, has_head=trunk is model, shards=shards)
     model.finish_weights()  # a table opens matrices that lie in panels
     limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)
-    return WorkerAdapters(partial(read_adapter, places=places, limits=limits), layers, step)
+    spread: SpreadAdapters | None = None
+    if group.spread is not None:
+        from quire.worker.spread_adapters import SpreadAdapters  # lazy
+
+        spread = group.spread.news = SpreadAdapters(layers, group.spread, dtype)
+    return WorkerAdapters(partial(read_adapter, places=places, limits=limits), layers, step, spread)

@@ -4,20 +4,26 @@ A step begins with the numbers of tokens that all engines have in it. In every m
 gathered, each rank computes what its experts are for all of them, and the sums go back to where the rows came from
 (reduce-scatter). Rows are padded to the largest engine's, because collectives want equal shapes; the padding is not
 computed with. Where an engine tries something by itself, nothing is exchanged, and the others are taken to have as many
-tokens as it has. Must not know: models, or why an engine has as many tokens as it has.
+tokens as it has. A step may begin with news: what a rank tells its peers before anything is computed. Must not know:
+models, what news are about, or why an engine has as many tokens as it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 
 from quire.base import env
 from quire.schema.errors import PEERS_LOST, EngineDeadError
+
+if TYPE_CHECKING:
+    from quire.quant.shard import StepNews
 
 
 class EngineSpread:
@@ -26,16 +32,42 @@ class EngineSpread:
 
     def __init__(self, engine: int, engines: int, rank: int, ranks: int, across: Any, talk: Any) -> None:
         self.rank, self.size = engine * ranks + rank, engines * ranks
-        self._engine, self._engines, self._across, self._talk = engine, engines, across, talk
+        self.engine, self.peers = engine, tuple(range(rank, engines * ranks, ranks))
+        self.news: StepNews | None = None
+        self._engines, self._across, self._talk = engines, across, talk
         self._counts: list[int] | None = None  # of each engine's tokens; None: no step is under way
         self._limit: timedelta | None = None  # None: the process group's, for an engine that may still be loading
 
     def begin(self, num_tokens: int) -> bool:
-        own = torch.tensor([num_tokens], dtype=torch.int64)
-        counts = [torch.zeros_like(own) for _ in range(self._engines)]
-        self._together(lambda: self._await(distributed.all_gather(counts, own, group=self._talk, async_op=True)))
-        self._counts = [int(count) for count in counts]
-        return any(self._counts)
+        has_news = self.news is not None and self.news.is_pending
+        own = torch.tensor([num_tokens, has_news], dtype=torch.int64)
+        every = [torch.zeros_like(own) for _ in range(self._engines)]
+        self._together(lambda: self._await(distributed.all_gather(every, own, group=self._talk, async_op=True)))
+        counts, news = zip(*(one.tolist() for one in every), strict=True)
+        if self.news is not None and any(news):
+            self.news.exchange(self._exchange)
+        self._counts = list(counts)
+        return any(counts)
+
+    def _exchange(self, messages: Sequence[bytes]) -> list[bytes]:
+        """One for each engine -> one of each."""
+        lengths = torch.tensor([len(message) for message in messages], dtype=torch.int64)
+        lengths_in = torch.empty_like(lengths)
+        self._send_to_all(lengths_in, lengths)
+        parts, parts_in = lengths.tolist(), lengths_in.tolist()
+        data = torch.empty(sum(parts), dtype=torch.uint8)
+        for part, message in zip(data.split(parts), messages, strict=True):
+            if message:
+                part.numpy()[:] = np.frombuffer(message, np.uint8)
+        data_in = torch.empty(sum(parts_in), dtype=torch.uint8)
+        self._send_to_all(data_in, data, parts_in, parts)
+        return [part.numpy().tobytes() for part in data_in.split(parts_in)]
+
+    def _send_to_all(
+        self, into: Tensor, x: Tensor, into_parts: list[int] | None = None, parts: list[int] | None = None
+    ) -> None:
+        send = partial(distributed.all_to_all_single, into, x, into_parts, parts, group=self._talk, async_op=True)
+        self._together(lambda: self._await(send()))
 
     def _await(self, under_way: Any) -> None:
         """The others come to a step as soon as they have ended theirs."""
@@ -48,7 +80,7 @@ class EngineSpread:
         try:
             collective()
         except RuntimeError as lost:  # what torch.distributed raises, timeouts included; it does not say who
-            others = [str(engine) for engine in range(self._engines) if engine != self._engine]
+            others = [str(engine) for engine in range(self._engines) if engine != self.engine]
             who = f"engine {others[0]}" if len(others) == 1 else f"one of the engines {', '.join(others)}"
             raise EngineDeadError(f"{who} {PEERS_LOST}: {lost}") from None
 
@@ -81,4 +113,4 @@ class EngineSpread:
             place[: len(rows)] = rows
         own = torch.empty_like(padded[0])
         self._together(lambda: distributed.reduce_scatter(own, list(padded.unbind()), group=self._across))
-        return own[: counts[self._engine]]
+        return own[: counts[self.engine]]

@@ -575,6 +575,8 @@ class Worker:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""
         if self._adapters is not None:
             self._adapters.close()
+        if self.group.spread is not None:
+            self.group.spread.news = None  # it knows layers of the model
         self._model = self._runner = self._adapters = self._drafter = self._encoder = None
         self._scaled = {}
         self.forward = self.sample = _no_runner

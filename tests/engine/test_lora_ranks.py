@@ -48,7 +48,7 @@ def test_two_ranks(both: bool, tmp_path: Path) -> None:
     [("LlamaForCausalLM", 1), pytest.param("Qwen3MoeForCausalLM", 2, marks=pytest.mark.long)],  # eight processes
 )
 def test_ranks_in_stages(arch: str, engines: int, tmp_path: Path) -> None:
-    """Ranks sum within their stage; of several engines, each has whole experts among its own ranks."""
+    """Ranks sum within their stage; of several engines, the ranks of a stage share its experts."""
     model = make_tiny(arch, tmp_path / "model")
     adapters = write_both(model, tmp_path)
     options = dict(tensor_parallel_size=2, pipeline_parallel_size=2, fully_sharded_loras=True)

@@ -190,7 +190,7 @@ MIXTURE = LLAMA | {
         ({"tensor_parallel_size": 2}, ""),
         ({"data_parallel_rank": 1}, "several programs start them"),
         ({"pipeline_parallel_size": 2}, ""),
-        ({"enable_lora": True}, "they serve adapters"),
+        ({"enable_lora": True}, ""),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "they draft"),
         ({"load_format": "sharded_state"}, "files of load_format 'sharded_state'"),
     ],
