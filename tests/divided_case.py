@@ -6,9 +6,28 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from quire.attention.context_ranks import divide, own_part, own_slots
 from tests.attention_case import Case, CodedCase
+
+
+class Twins:
+    """Ranks of which the other ones say what this one says, so that a single process can do what takes all of them."""
+
+    by_exchange = False
+
+    def __init__(self, rank: int, size: int = 2, interleave: int = 1) -> None:
+        self.rank, self.size, self.interleave = rank, size, interleave
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.stack([x] * self.size)
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        return parts[self.rank] * self.size
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        return parts
 
 
 class DividedCase:
@@ -35,13 +54,17 @@ class DividedCase:
             name: None if options[name] is None else options[name][self.mine] for name in ("sinks", "alibi")
         }
 
-    def cache(self, backend: Any) -> Any:
-        """What this rank kept of earlier steps; NaN elsewhere."""
+    def room(self, backend: Any) -> Any:
+        """A cache of NaN."""
         case, ranks = self.case, self.ranks
         whole = msgspec.structs.replace(case.spec(), block_size=case.page // ranks.size)
         spec = own_part(divide([whole], ranks)[0])
         memory = torch.full((case.num_blocks, spec.page_bytes), 0xFF, dtype=torch.uint8, device=case.device)
-        cache = backend.make_cache(spec, case.num_blocks, memory)
+        return backend.make_cache(spec, case.num_blocks, memory)
+
+    def cache(self, backend: Any) -> Any:
+        """What this rank kept of earlier steps; NaN elsewhere."""
+        case, ranks, cache = self.case, self.ranks, self.room(backend)
         if isinstance(case, CodedCase) and case.form != "int8":
             cache.layer_scales.copy_(torch.tensor(case.scales))
         for row, (context, count) in enumerate(case.lens):

@@ -181,7 +181,7 @@ def all_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
 
 def merged(out: Tensor, totals: Tensor, heads: int, ranks: ContextRanks, sinks: Tensor | None) -> Tensor:
     """Of all ranks' heads over this rank's keys, `out` [Hq, T, Dv] and `totals` [Hq, T] as `partial_attention` has
-    them -> of this rank's `heads`, over all keys."""
+    them -> of this rank's `heads`, over all keys. `out` is used up."""
     shape = (ranks.size, heads)
     if ranks.by_exchange:
         parts = ranks.exchange(torch.cat((out, totals[..., None]), -1).unflatten(0, shape))
@@ -189,7 +189,7 @@ def merged(out: Tensor, totals: Tensor, heads: int, ranks: ContextRanks, sinks: 
     else:
         total = ranks.gather(totals.contiguous()).logsumexp(0)
         weights = (totals - total.clamp(min=torch.finfo(torch.float32).min)).exp_()
-        whole = ranks.scatter((out * weights[..., None]).unflatten(0, shape))
+        whole = ranks.scatter(out.mul_(weights[..., None]).unflatten(0, shape))  # as large as all heads' results
         weight = total[ranks.rank * heads : (ranks.rank + 1) * heads]
     if sinks is None:
         return whole

@@ -195,12 +195,13 @@ class Cutter(NamedTuple):
         return num_tiles + target_splits(self.sms + 1, call.kv_heads, self.sms)
 
     def _key_tiles(self, entry: np.ndarray, flat: np.ndarray, group: int, tiles: AttentionTile) -> np.ndarray:
-        """How many tiles of keys each tile of queries reads, as in _attend_kernel; 0 for padding."""
+        """How many tiles of keys each tile of queries reads, as in _attend_kernel; 0 for padding. Of the first rank,
+        where ranks divide contexts: others may have a part without keys."""
         before, count = entry[:, 3] - entry[:, 2], entry[:, 2]
         low = before + flat // group
         high = before + np.minimum((flat + tiles.block_m - 1) // group, count - 1)
-        first = self.shape.kept(first_key(low, self.shape))
-        return np.where(entry[:, 3] > 0, _cdiv(self.shape.kept(high + 1), tiles.block_n) - first // tiles.block_n, 0)
+        first, last = (self.shape.most_kept(n) for n in (first_key(low, self.shape), high + 1))
+        return np.where(entry[:, 3] > 0, _cdiv(last, tiles.block_n) - first // tiles.block_n, 0)
 
 
 def entries_of(step: GroupStep, rows: np.ndarray) -> np.ndarray:
@@ -224,7 +225,7 @@ def may_share(ones: np.ndarray, entries: np.ndarray, step: GroupStep, shape: Sha
     column = probe_column(shape.page, PROBE)
     if column >= step.host_tables.shape[1]:
         return False  # no row can be long enough
-    long = ones & (shape.kept(entries[:, 3]) > (column + 1) * shape.page)
+    long = ones & (shape.most_kept(entries[:, 3]) > (column + 1) * shape.page)
     blocks = np.sort(step.host_tables[step.host_rows[long], column])
     return len(blocks) >= LEAST_ROWS and bool((blocks[LEAST_ROWS - 1 :] == blocks[: 1 - LEAST_ROWS]).any())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.attention.context_ranks import all_heads, merged, own_slots
 from quire.attention.triton import TritonAttention, TritonPlan, WorkListKey
-from quire.attention.triton_cache import TritonCache, dense, write_kv
+from quire.attention.triton_cache import TritonCache, write_kv
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
@@ -69,12 +69,13 @@ class DividedPlan(TritonPlan):
 
     def _attend_divided(self, q: Tensor, cache: TritonCache, v_size: int, rule: Rule) -> Tensor:
         tokens, heads = q.shape[:2]
-        queries = all_heads(q.transpose(0, 1), self._ranks).transpose(0, 1)
+        # the heads of a token side by side: kernels compute where they are in 32 bits
+        queries = self._ranks.gather(q.contiguous()).transpose(0, 1).flatten(1, 2)
         call = WorkListKey.of(self.backend, q.dtype, queries.shape[1], cache, v_size, plain=False)
         out = torch.empty((tokens, queries.shape[1], call.value), dtype=torch.float32, device=q.device)
         totals = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
         alibi = None if rule.alibi is None else all_heads(rule.alibi, self._ranks)
-        self._launch(call, dense(queries), cache, rule._replace(sinks=None, alibi=alibi), out, totals)
+        self._launch(call, queries, cache, rule._replace(sinks=None, alibi=alibi), out, totals)
         mine = merged(out.transpose(0, 1), totals.t(), heads, self._ranks, rule.sinks)
         return mine.transpose(0, 1).to(q.dtype)
 

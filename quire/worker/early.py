@@ -90,12 +90,9 @@ def start_cuda(number: int = 0) -> None:
 def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str, Any]:
     """All that decides which kernels a worker will want. Each rank has a record of its own, so that all of them compile
     in the same start: a dry run has sums over ranks in it, which all must take part in."""
-    model, scheduler, stages = (
-        config.model_config,
-        config.scheduler_config,
-        config.parallel_config.pipeline_parallel_size,
-    )
-    gpu, lora = find_gpu(), config.lora_config
+    model, scheduler, parallel = config.model_config, config.scheduler_config, config.parallel_config
+    gpu, lora, stages = find_gpu(), config.lora_config, parallel.pipeline_parallel_size
+    contexts = [parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size]
     return {
         "gpu": "" if gpu is None else gpu.name,
         "model": model.hf_config,
@@ -113,5 +110,6 @@ def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str
         **({} if lora is None else {"adapters": [lora.max_loras, lora.max_lora_rank, lora.lora_dtype]}),
         **({"both_cut": True} if lora is not None and lora.fully_sharded_loras and num_workers > 1 else {}),
         **({"rank": rank, "ranks": num_workers} if num_workers > 1 else {}),
+        **({"contexts": contexts} if contexts[0] > 1 else {}),
         **({"stages": stages, "layers": env.PP_LAYER_PARTITION.get()} if stages > 1 else {}),
     }

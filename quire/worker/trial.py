@@ -59,9 +59,11 @@ def allow_nothing(vocab_size: int, device: torch.device) -> None:
 
 
 class Trial:
-    def __init__(self, runner: ModelRunner | PoolingRunner, max_len: int) -> None:
+    def __init__(self, runner: ModelRunner | PoolingRunner, max_len: int, *, context_ranks: int = 1) -> None:
+        """`context_ranks`: that divide every context, so that each has a part of what rows may share."""
         assert runner.inputs is not None
         self._runner, self._inputs, self._max_len = runner, runner.inputs, max_len
+        self._context = CONTEXT * context_ranks
         self._state: torch.Tensor | None = None  # hidden, of one token of the last step
         self._pretend(agree=True)
         self._inputs.mirror.flat.zero_()
@@ -140,7 +142,7 @@ class Trial:
             self._pretend(agree)
             for num_decodes in (d for d in DECODES if d < largest):
                 for chunk in (0, min(256, largest - num_decodes)):
-                    self.mixed(chunk, num_decodes, CONTEXT)
+                    self.mixed(chunk, num_decodes, self._context)
         for bucket in buckets:
             if bucket & (bucket - 1) == 0 or bucket == buckets[-1]:
                 self.decode(bucket)

@@ -234,7 +234,9 @@ class Worker:
     @contextmanager
     def _trial(self) -> Iterator[Trial]:
         """Trial steps over a scratch cache, which is gone afterwards."""
-        yield Trial(self._make_runner(scratch_layout(self._specs)), self.config.model_config.max_model_len)
+        ranks = 1 if self.group.context is None else self.group.context.size
+        length = self.config.model_config.max_model_len
+        yield Trial(self._make_runner(scratch_layout(self._specs)), length, context_ranks=ranks)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from tests.attention_case import RULE_NAMES, RULES, Case, CodedCase
-from tests.divided_case import DividedCase
+from tests.divided_case import DividedCase, Twins
 from tests.thread_ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
@@ -76,33 +76,15 @@ def test_caches_in_8_bits(form: str) -> None:
         close(answers(case, 2, 4, lambda own, backend: own.run(backend)), case.reference(), torch.bfloat16)
 
 
-class Twins:
-    """Two ranks of which the other one says what this one says, so that a single process can capture both."""
-
-    size, interleave, by_exchange = 2, 2, False
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def gather(self, x: Tensor) -> Tensor:
-        return torch.stack((x, x))
-
-    def scatter(self, parts: Tensor) -> Tensor:
-        return parts[self.rank] * 2
-
-    def exchange(self, parts: Tensor) -> Tensor:
-        return parts
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("rule", [{}, {"window": 100, "sinks": True}], ids=["plain", "window"])
 def test_a_graph_serves_any_contexts(rule: dict[str, Any], rank: int) -> None:
     """Which slots are this rank's, and how much it keeps, follow from the contexts of the moment."""
     from quire.attention.triton_context import DividedTritonAttention
 
-    ranks, bucket, dtype = Twins(rank), 8, torch.bfloat16
+    ranks, bucket, dtype = Twins(rank, interleave=2), 8, torch.bfloat16
     shape: dict[str, Any] = dict(heads=16, kv_heads=1, size=128, block_size=64, rule=rule, dtype=dtype, device="cuda")
-    attention = DividedTritonAttention(ranks)  # type: ignore[arg-type]
+    attention = DividedTritonAttention(ranks)
     longest = DividedCase(Case([(3000, 1)] * bucket, **shape), ranks)
     step, inputs, cache = longest.step(static=bucket), [x.clone() for x in longest.inputs()], longest.cache(attention)
     options = longest.options()

@@ -23,7 +23,7 @@ from quire.ops.triton import attention_plan
 from quire.ops.triton.attention import AttentionTile
 from quire.quant.shard import ALONE
 from tests.attention_case import RULE_NAMES, RULES, Case, CodedCase
-from tests.divided_case import DividedCase
+from tests.divided_case import DividedCase, Twins
 from tests.models.test_context_ranks import SOME, shape_of
 from tests.paged import Paged
 from tests.products import spread
@@ -164,6 +164,39 @@ def test_from_the_fused_product_on(rule):
         end = sum(case.contexts[: row + 1])
         case.k[end - count : end], at = pages[0, 0, at : at + count], at + count
     close(found, case.reference())
+
+
+SHARED = [*[(513, 1)] * 5, (300, 40)]  # of 513 tokens the first rank keeps 257, the other one 256, a prefix at most
+
+
+@pytest.mark.parametrize("lens", [MIX, SHARED, [(n, 1) for n in range(600, 680)]], ids=["mix", "shared", "most"])
+def test_all_ranks_replay_a_graph_or_none_does(lens, monkeypatch):
+    """A graph pads the step: sums over ranks of another one's tokens would be of another length."""
+    monkeypatch.setattr(attention, "SHARE_ROWS", 4)
+    shared = (512, range(5)) if lens is SHARED else None
+
+    def lists(rank):
+        """Whether they fit, and what was written."""
+        monkeypatch.setattr(attention, "MIXED_ROWS", 60)  # so that the room for 80 rows is tight
+        case = Case(lens, heads=4, kv_heads=1, size=16, block_size=32, shared=shared)
+        backend = DividedTritonAttention(Twins(rank))
+        eager, cache = case.step(mirror=True), DividedCase(case, Twins(rank)).room(backend)
+        static = eager._replace(is_static=True, is_decode=False, slots=torch.zeros(600, dtype=torch.int64))
+        plan = backend.plan(static, case.group())
+        call = attention.WorkListKey.of(backend, case.dtype, 4, cache, 0, plain=False)
+        (few, many) = plan.lists.make(call)
+        fits = plan.refill(eager._replace(host_rows=eager.row_index.numpy(), host_tables=eager.block_tables.numpy()))
+        return fits, few.items.tolist(), many.items.tolist()
+
+    assert lists(0) == lists(1)
+
+
+def test_heads_of_all_ranks_lie_side_by_side(monkeypatch):
+    """The address of a head within its token is computed in 32 bits, and is the same in steps of any length."""
+    seen, plain = [], attention.attend
+    monkeypatch.setattr(attention, "attend", lambda q, *rest, **named: (seen.append(q), plain(q, *rest, **named)))
+    answers(Case(MIX, heads=8, kv_heads=1, size=16), WAYS[0], eager)
+    assert len(seen) == 4 and all(q.shape[1:] == (8, 16) and q.is_contiguous() for q in seen)
 
 
 def test_slots_of_a_rank():

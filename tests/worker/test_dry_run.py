@@ -44,6 +44,7 @@ from quire.worker.inputs import StepShape
 from quire.worker.mixed_graphs import MixedStep
 from quire.worker.runner import ModelRunner
 from tests import seq2seq_models
+from tests.divided_case import Twins
 from tests.fake_triton import without_gpu
 from tests.gguf_blocks import write_model
 from tests.tiny_adapters import linear_modules, write_adapter
@@ -205,6 +206,34 @@ def test_serving_wants_no_kernel_that_was_not_listed(
     write_tiny(arch, tmp_path, num_hidden_layers=LAYERS[arch])
     wanted = check_listed(str(tmp_path), lambda llm: serve(llm, random.Random(3)), monkeypatch)
     assert len(wanted) > 15 and any(job["name"] == "_allow_kernel" for job in wanted)
+
+
+@pytest.mark.parametrize(("arch", "size", "interleave"), [("Qwen3ForCausalLM", 4, 1), ("DeepseekV3ForCausalLM", 2, 16)])
+def test_divided_contexts_want_no_kernel_that_was_not_listed(
+    arch: str, size: int, interleave: int, as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without graphs of decodes either: contexts of the trial are long enough for what one rank keeps of them."""
+    heads = {"num_attention_heads": 4} | ({} if arch.startswith("Deepseek") else {"num_key_value_heads": 1})
+    write_tiny(arch, tmp_path, num_hidden_layers=LAYERS[arch], max_position_embeddings=2048, **heads)
+    plain = module.Worker._load
+
+    def load(self: module.Worker) -> Any:
+        self.group = ShardGroup(0, size, context=Twins(0, size, interleave))
+        return plain(self)
+
+    monkeypatch.setattr(module.Worker, "_load", load)
+    monkeypatch.setitem(globals(), "SIZES", (1,))
+    rng = random.Random(3)
+    shared = [rng.randrange(4, VOCAB) for _ in range(320 * size)]
+
+    def ask(llm: LLM) -> None:
+        params = SamplingParams(ignore_eos=True, max_tokens=4, detokenize=False, temperature=0.0)
+        for count in (1, 30, 100):
+            prompts: Any = [{"prompt_token_ids": [*shared, *[5 + i] * (1 + i % 30)]} for i in range(count)]
+            llm.generate(prompts, params, use_tqdm=False)
+
+    wanted = check_listed(str(tmp_path), ask, monkeypatch, max_model_len=2048)
+    assert any(job["name"] == "_shared_kernel" for job in wanted)
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,13 @@ class Shape(NamedTuple):
     rank: int = 0
     interleave: int = 1  # tokens in a row that a rank keeps
 
-    def kept(self, lengths: np.ndarray) -> np.ndarray:
-        """How many of so many first tokens of a row this rank keeps."""
+    def most_kept(self, lengths: np.ndarray) -> np.ndarray:
+        """How many of so many first tokens of a row the first rank keeps; no other one keeps more. The host goes by it
+        on all ranks: which steps fit a graph, which pads them, must not differ from one to another."""
         if self.ranks == 1:
             return lengths
         turns, rest = np.divmod(lengths, self.ranks * self.interleave)
-        return turns * self.interleave + np.clip(rest - self.rank * self.interleave, 0, self.interleave)
+        return turns * self.interleave + np.minimum(rest, self.interleave)
 
 
 @triton.jit

@@ -30,8 +30,8 @@ def test_what_is_written_is_found_again(tmp_path: Path) -> None:
     assert [path.suffix for path in first.path.parent.iterdir()] == [".json"]
 
 
-def test_weights_in_another_form_have_a_list_of_their_own(tmp_path: Path) -> None:
-    """Else the second start of two that differ in this would compile its kernels one after another."""
+def test_weights_in_another_form_and_divided_contexts_have_lists_of_their_own(tmp_path: Path) -> None:
+    """Else the second start of two that differ in these would compile its kernels one after another."""
     about = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
         "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64,
@@ -45,6 +45,8 @@ def test_weights_in_another_form_have_a_list_of_their_own(tmp_path: Path) -> Non
     each += [
         replace(config, **{"load_config.load_format": "gguf", "model_config.path": f"{name}.gguf"}) for name in "ab"
     ]
+    size, interleave = "parallel_config.decode_context_parallel_size", "parallel_config.cp_kv_cache_interleave_size"
+    each += [replace(config, **{size: ranks, interleave: run}) for ranks, run in ((2, 1), (4, 1), (2, 16))]
     assert len({Manifest(about_kernels(one), str(tmp_path)).path for one in each}) == len(each)
     elsewhere = replace(config, **{"model_config.path": "another/folder"})
     assert about_kernels(elsewhere) == about_kernels(config)
