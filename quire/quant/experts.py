@@ -175,8 +175,11 @@ class StackedExperts(StoredExperts):
         if self.one_by_one:
             return self._run_mixture(x, weights, index, self._matrices(), stream)
         b1, b2, act = self.b1, self.b2, self.shape.act
-        rest = {"stream": stream, "all_experts": self.shape.all_experts}
-        return whole(self._run(x, weights, index, self.w1, self.w2, b1=b1, b2=b2, act=act, **rest))
+        every = self.shape.all_experts
+        y = self._run(
+            x, weights, index, self.w1, self.w2, b1=b1, b2=b2, act=act, stream=stream, all_experts=every
+        )  # fmt: skip
+        return whole(y)
 
     def multiply_in_parts(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor | PartialSums:
         if self.one_by_one:

@@ -135,15 +135,18 @@ def test_which_experts_a_rank_has() -> None:
         own(0, 8, "linear", 4)
 
 
-def test_shapes_that_do_not_depend_on_the_choice(tmp_path: Path) -> None:
-    """As on a GPU, where a graph has been captured: every pair is computed, and what lies elsewhere weighs nothing."""
-    write_tiny("Qwen3MoeForCausalLM", tmp_path)
+@pytest.mark.parametrize("redundant", [0, 3])
+@pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM", "LongcatFlashForCausalLM"])
+def test_shapes_that_do_not_depend_on_the_choice(arch: str, redundant: int, tmp_path: Path) -> None:
+    """As on a GPU, where a graph has been captured: all pairs go to the kernels, with -1 for experts of other ranks."""
+    write_tiny(arch, tmp_path)
 
     def static(group: ShardGroup) -> list[Tensor]:
         with LOADING:
-            model = loaded(tmp_path, replace(group, placement="round_robin"))
+            model = loaded(tmp_path, replace(group, placement="round_robin", redundant=redundant))
         for layer in experts_of(model):
             assert layer._share is not None and not layer._share._is_static
+            assert layer.stored.shape.all_experts == layer._share.count + redundant > layer.stored.shape.experts
             layer._share._is_static = True
         return steps(model)
 

@@ -255,6 +255,19 @@ def test_grouped_products_of_bytes(each, first, blocks, bias):
     assert not re.search(r"wgmma.mma_async[^;]*\}, *\{", text)  # the left operand would be registers
 
 
+@pytest.mark.parametrize("experts", [0, 16])
+@pytest.mark.parametrize(("size", "groups"), [(128, 6), (768, 1)])
+def test_rounded_tokens(size, groups, experts):
+    """Of a rank's own pairs, whose number is read, or all rows."""
+    kinds = {"x": HALF, "end": WHOLE if experts else "none", "codes": "*fp8e4nv", "scale": WIDE, "total": "i32"}
+    block = triton.next_power_of_2(size)
+    constants = {
+        "K": 768, "GROUPS": groups, "SIZE": size, "EXPERTS": experts, "ROWS": 4096 // block, "BLOCK": block,
+        "EARLY": True,
+    }  # fmt: skip
+    compiled(moe_bytes._round_kernel, kinds, constants, early=True)
+
+
 CODED = {  # as 128 experts of 2048 x 768 have them; mxfp4: 32 of 2880 x 2880
     "fp8-rows": ({"w": "*fp8e4nv", "row_scale": WIDE}, {"FORM": 0, "BY_ROW": True}),
     "fp8-blocks": ({"w": "*fp8e4nv", "scale": WIDE}, {"FORM": 0, "SCALED": True, "BLOCK_N": 128, "BLOCK_K": 128}),

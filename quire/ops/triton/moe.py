@@ -490,9 +490,9 @@ Config = MoeTileConfig | moe_many.MoeManyConfig
 def configs_of(
     pairs: int, experts: int, dtype: torch.dtype, *, fixed: bool = False
 ) -> tuple[MoeTileConfig, MoeTileConfig]:
-    """Tiles of the first and the second matmul, by the average number of pairs per expert, as measured on an H200;
-    `experts`: of all ranks that divide them, among which so many pairs are. `fixed`: no result may depend on the number of tokens. Tensor cores sum in one order whatever the tile; in
-    float32 a single tile size is used."""
+    """Tiles of the first and the second matmul, by the average number of pairs per expert, as measured on an H200.
+    `experts`: those of all ranks, if ranks divide them. `fixed`: no result may depend on the number of tokens. Tensor
+    cores sum in one order whatever the tile; in float32 a single tile size is used."""
     each = 32 if fixed and dtype is torch.float32 else pairs / experts
     if dtype is torch.float32:
         return (MoeTileConfig(16, 32, 32, 4, 3) if each < 32 else MoeTileConfig(64, 32, 32, 4, 2),) * 2

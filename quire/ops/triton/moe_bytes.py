@@ -87,8 +87,8 @@ def _round_kernel(
 
 
 def round_rows(x: Tensor, size: int, *, end: Tensor | None = None, early: bool = False) -> RoundedTokens:
-    """x [rows, width] (contiguous) to e4m3, with a scale for each `size` columns. `end`: that of ExpertTiles, where rows
-    are sorted pairs, and past them there is nothing."""
+    """x [rows, width] (contiguous) to e4m3, with a scale for each `size` columns. `end`: that of ExpertTiles, if
+    rows are sorted pairs, past the last of which there is nothing."""
     rows, width = x.shape
     size = min(size, width)
     groups, block = cdiv(width, size), next_power_of_2(size)
@@ -300,9 +300,7 @@ _SOME = BytesConfig(64, 128, 128, 4, 4)
 _MANY_ROWS = BytesConfig(128, 128, 128, 8, 4), BytesConfig(128, 256, 128, 8, 3, resident=1)
 
 
-def configs_of(
-    pairs: int, up: ExpertCodes, down: ExpertCodes, all_experts: int = 0
-) -> tuple[BytesConfig, BytesConfig]:
+def configs_of(pairs: int, up: ExpertCodes, down: ExpertCodes, all_experts: int = 0) -> tuple[BytesConfig, BytesConfig]:
     """Tiles of the first and the second matmul, by the average number of pairs per expert, as measured on an H200."""
     each, blocks = pairs / (all_experts or up.shape[0]), up.scale is not None or down.scale is not None
     if each <= 12:

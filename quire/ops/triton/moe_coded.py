@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -263,12 +264,12 @@ def run_experts(
     if rounds and configs is None:
         first, second = rounded_config(up, first, 0), rounded_config(down, second, 1)
     tiles = moe.sort_pairs(index, experts, first.bm, share=share)
-    rest = {"pairs": pairs, "rounds": rounds, "share": share}
-    h = _grouped(x, up, b1, tiles, top_k, first, first=True, act=known, **rest)
+    multiply = partial(_grouped, tiles=tiles, top_k=top_k, pairs=pairs, rounds=rounds, share=share)
+    h = multiply(x, up, b1, config=first, first=True, act=known)
     if known is None:
         h = act(h).contiguous()
     second = second._replace(bm=first.bm)
-    y = _grouped(h, down, b2, tiles, top_k, second, first=False, act=None, **rest)
+    y = multiply(h, down, b2, config=second, first=False, act=None)
     return moe.combine(y, weights, stream, index=index if share else None)
 
 
