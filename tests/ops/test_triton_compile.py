@@ -143,7 +143,7 @@ def test_few_tokens_of_a_mixture(early, share):
 @pytest.mark.parametrize(("experts", "share"), [(8, False), (128, False), (512, False), (1, True), (16, True)])
 @pytest.mark.parametrize("config", [moe.FEW_PAIRS, moe.MANY_PAIRS])
 def test_sorting(config, experts, share):
-    block = triton.next_power_of_2(experts)
+    block = moe.bins_of(experts)
     kinds = dict.fromkeys(("index", "counts", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
@@ -156,7 +156,7 @@ def test_sorting(config, experts, share):
         constants = {"BLOCK_E": block, "CHUNK": config.chunk, "SHARE": share, "EARLY": True}
         compiled(moe._count_kernel, kinds, constants, early=True)
         rows, columns = moe._SCAN
-        constants = {"BLOCK_E": block, "ROWS": rows, "COLUMNS": min(columns, block), "EARLY": True}
+        constants = {"BLOCK_E": block, "ROWS": rows, "COLUMNS": columns, "EARLY": True}
         compiled(moe._scan_kernel, {"counts": WHOLE, "chunks": "i32"}, constants, early=True)
 
 

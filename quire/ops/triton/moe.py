@@ -60,6 +60,7 @@ FEW_PAIRS = SortConfig(0, 16, 512, 4)
 _MOST_INLINE = 4096  # pairs up to which each is compared with all
 MANY_PAIRS = SortConfig(256, 32, 32, 4)
 _SCAN = (256, 8)  # chunks and experts of which a program adds up the counts
+_LEAST_BINS = 8  # of a histogram; a rank may have a single expert, and fewer bins have not been tried on a GPU
 
 
 class ExpertTiles(NamedTuple):
@@ -320,6 +321,10 @@ def sort_config_of(pairs: int) -> SortConfig:
     return FEW_PAIRS if pairs <= _MOST_INLINE else MANY_PAIRS
 
 
+def bins_of(experts: int) -> int:
+    return max(_LEAST_BINS, triton.next_power_of_2(experts))
+
+
 def sort_pairs(
     index: Tensor, experts: int, bm: int, *, share: bool = False, early: bool = False, config: SortConfig | None = None
 ) -> ExpertTiles:
@@ -330,7 +335,7 @@ def sort_pairs(
     config = config or sort_config_of(pairs)
     inline = config.chunk == 0
     most_tiles = min(pairs, experts) + pairs // bm
-    block_e = triton.next_power_of_2(experts)
+    block_e = bins_of(experts)
     order, expert, start, end = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, most_tiles, most_tiles, experts + 1)
     )
@@ -355,7 +360,7 @@ def _count_pairs(index: Tensor, block_e: int, chunk: int, share: bool, early: bo
     )
     rows, columns = _SCAN
     _scan_kernel[(triton.cdiv(block_e, columns),)](
-        counts, chunks, BLOCK_E=block_e, ROWS=rows, COLUMNS=min(columns, block_e), EARLY=early, num_warps=4, **launch
+        counts, chunks, BLOCK_E=block_e, ROWS=rows, COLUMNS=columns, EARLY=early, num_warps=4, **launch
     )
     return counts
 
