@@ -136,3 +136,7 @@ def test_tiles_are_those_of_one_rank(monkeypatch):
     assert chosen == [(12, 64)] * 2
     side = make_codes("fp8-rows", draw, 2, 256, 128)
     assert moe_bytes.configs_of(640, side, side, 64) == moe_bytes.configs_of(20, side, side)
+
+
+def test_the_reference():
+    cases.check_reference(7, 3, 128, 64)
