@@ -65,10 +65,10 @@ def as_mx(w: ExpertCodes, *, gated: bool) -> MxCodes:
 
 
 def sorted_pairs(index: torch.Tensor, experts: int, bm: int) -> moe.ExpertTiles:
-    """As moe.sort_pairs."""
+    """As moe.sort_pairs; -1: on another rank."""
     flat = index.flatten()
-    order = torch.argsort(flat, stable=True).int()
-    counts = torch.bincount(flat, minlength=experts)
+    order = torch.argsort(flat, stable=True).int()[int((flat < 0).sum()) :]
+    counts = torch.bincount(flat[flat >= 0], minlength=experts)
     end = counts.cumsum(0)
     expert, start = [], []
     for e in range(experts):
@@ -81,9 +81,13 @@ def sorted_pairs(index: torch.Tensor, experts: int, bm: int) -> moe.ExpertTiles:
     )
 
 
-def summed(y: torch.Tensor, weights: torch.Tensor, stream: torch.Tensor, *, early: bool) -> torch.Tensor:
+def summed(
+    y: torch.Tensor, weights: torch.Tensor, stream: torch.Tensor, *, index: torch.Tensor | None, early: bool
+) -> torch.Tensor:
     """As moe_mx.combine."""
     y = y if y.dim() == 2 else y.sum(0).bfloat16()
+    if index is not None:
+        y = y.masked_fill(index.view(-1, 1) < 0, 0)
     return ((y.view(*weights.shape, -1).float() * weights[..., None].float()).sum(1) + stream.float()).bfloat16()
 
 

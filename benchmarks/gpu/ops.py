@@ -1,7 +1,7 @@
 """Fused CUDA ops: each is checked against its reference, then timed against its floor (bytes or operations).
 
     python benchmarks/gpu/ops.py                     # everything
-    python benchmarks/gpu/ops.py norm moe            # some: norm act qkv sample filter moe
+    python benchmarks/gpu/ops.py norm moe            # some: norm act qkv sample filter moe share
     python benchmarks/gpu/ops.py moe --sweep         # and try other tiles for the grouped products
 
 A time is that of one call inside a CUDA graph that goes through several sets of inputs, together larger than the L2
@@ -185,6 +185,41 @@ def experts(sweep: bool) -> Iterator[Line]:
             yield _layer(mixture, tokens, configs, check=configs is chosen and tokens <= 1024)
 
 
+def shares() -> Iterator[Line]:
+    """The same on one of 2 or 8 ranks that have whole experts. Beside `moe`: what pairs of other ranks cost."""
+    for ranks in (2, 8):
+        own = 128 // ranks
+        mixture = Mixture(rand(own, 1536, 2048, scale=0.02), rand(own, 2048, 768, scale=0.02), 8)
+        for tokens in (1, 8, 32, 128, 1024, 16384):
+            yield _share(mixture, tokens, ranks)
+
+
+def _share(mixture: Mixture, tokens: int, ranks: int) -> Line:
+    form = act.gated_form(act.SILU)
+    w1, w2, top_k = mixture
+    count = ranks * mixture.experts
+    places = torch.arange(count, dtype=torch.int32, device=w1.device)
+    places[mixture.experts :] = -1
+
+    def call(x: Tensor, logits: Tensor) -> Tensor:
+        weights, index = moe.route(logits, top_k)
+        here = places.index_select(0, index.flatten()).view(index.shape)
+        rest = {"b1": None, "b2": None, "act": form, "codes": {form: act.SILU}, "all_experts": count}
+        return whole(moe.run_experts(x, weights, here, w1, w2, **rest))  # type: ignore[arg-type]
+
+    def make() -> tuple:
+        return rand(tokens, 2048), rand(tokens, count, dtype=torch.float32)
+
+    x, logits = make()
+    weights, index = moe_ops.route(logits, top_k)
+    reference = act_ops.GATED["silu"].reference
+    wanted = whole(moe_ops.run_experts(x, weights, places[index], w1, w2, b1=None, b2=None, act=reference))
+    error = apart(call(x, logits), wanted) if wanted.any() else None
+    touched = mixture.experts * (1 - (1 - top_k / count) ** tokens)
+    flops = 6.0 * tokens * top_k * 2048 * 768 / ranks
+    return Line(f"moe {tokens} tokens, 1 of {ranks} ranks", call, make, touched * 6 * 2048 * 768, flops, 6, error)
+
+
 def _others(chosen: tuple[moe.Config, moe.Config], tokens: int) -> Iterator[tuple[moe.Config, moe.Config]]:
     config = moe.MoeTileConfig
     if tokens <= 128:
@@ -243,6 +278,7 @@ def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.Config, moe.Config]
 TABLES: dict[str, Callable[[bool], Iterator[Line]]] = {
     "norm": lambda sweep: norms(), "act": lambda sweep: acts(), "qkv": lambda sweep: products(),
     "sample": lambda sweep: choices(False), "filter": lambda sweep: choices(True), "moe": experts,
+    "share": lambda sweep: shares(),
 }  # fmt: skip
 
 

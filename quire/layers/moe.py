@@ -76,10 +76,12 @@ class Experts(ExpertLayer):
         self._spread = None if own is None else storage.group.spread
         self._rows_per_token = rows_per_token
         self._share: ExpertShare | None = None
+        here = shape
         if (placed := None if own is None else storage.group.place_experts(shape.experts)) is not None:
-            counts = storage.group.broadcast is not None
-            self._share = ExpertShare(placed, storage.group.expert_rank, shape.experts, storage.kernels, counts=counts)
-        self.hold(storage.schemes.of_experts(prefix).create(shape if own is None else replace(shape, experts=len(own))))
+            counts, rank = storage.group.broadcast is not None, storage.group.expert_rank
+            self._share = ExpertShare(placed, rank, shape.experts, storage.kernels, counts=counts)
+            here = replace(shape, experts=len(placed[rank]), all_experts=sum(map(len, placed)))
+        self.hold(storage.schemes.of_experts(prefix).create(here))
         self._reduce = storage.group.sum_over(shape.ffn) if own is None else storage.group.reduce
         self._adds_stream = own is None and shape.ffn.start == 0  # of ranks whose results are added up, one does
         self.adapters: ExpertAdapters | None = None  # unless the engine serves adapters
@@ -182,8 +184,9 @@ class ExpertShare:
         """`counts`: how often experts are chosen, by which they move between ranks."""
         self.rank, self.count, self.moves = rank, count, counts
         self._is_static = kernels.device.type != "cpu"  # shapes must not depend on what tokens choose
+        self._has_copies = sum(map(len, placed)) > count
         # of each expert's copies, in the order of ranks: the place here, or -1; and how many there are
-        self._places = torch.empty((count, len(placed)), dtype=torch.int64, device=kernels.device)
+        self._places = torch.empty((count, len(placed)), dtype=torch.int32, device=kernels.device)
         self._copies = torch.empty((count,), dtype=torch.int64, device=kernels.device)
         self.loads = torch.zeros((count,), dtype=torch.int64, device=kernels.device) if counts else None
         self.place(placed)
@@ -191,8 +194,8 @@ class ExpertShare:
     def place(self, placed: Placement) -> None:
         """From now on ranks have these; the tables stay where they are."""
         self.placed, self.own = placed, placed[self.rank]
-        places = torch.full(self._places.shape, -1, dtype=torch.int64)
-        copies = torch.zeros_like(places[:, 0])
+        places = torch.full(self._places.shape, -1, dtype=torch.int32)
+        copies = torch.zeros((self.count,), dtype=torch.int64)
         for rank, own in enumerate(placed):
             for place, expert in enumerate(own):
                 if rank == self.rank:
@@ -200,24 +203,23 @@ class ExpertShare:
                 copies[expert] += 1
         self._places.copy_(places)
         self._copies.copy_(copies)
-        self._has_copies = int(copies.max()) > 1
 
     def find(self, index: Tensor) -> Tensor:
-        """[rows, choices]: the place here of what was chosen, or -1."""
-        if not self._has_copies and not self._is_static:
-            return self._places[:, 0][index]
+        """int32 [rows, choices]: the place here of what was chosen, or -1."""
+        if not self._has_copies:
+            return self._places[:, 0].index_select(0, index.flatten()).view(index.shape)
         rows = torch.arange(len(index), device=index.device)[:, None]
         return self._places[index, rows % self._copies[index]]
 
     def multiply(self, stored: StoredExperts, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """The part of the sum over a token's experts that this rank has."""
         if self.loads is not None:
-            self.loads.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
+            chosen = index.flatten().long()
+            self.loads.scatter_add_(0, chosen, torch.ones_like(chosen))
         place = self.find(index)
-        is_own = place >= 0
-        if self._is_static:  # what lies elsewhere is computed with some expert, and weighs nothing
-            return stored.multiply(x, weights.masked_fill(~is_own, 0), place.clamp_min(0))
-        tokens, choices = is_own.nonzero(as_tuple=True)
+        if self._is_static:  # kernels leave out what lies elsewhere
+            return stored.multiply(x, weights, place)
+        tokens, choices = (place >= 0).nonzero(as_tuple=True)
         y = torch.zeros_like(x, dtype=torch.float32)
         if len(tokens):  # every pair of token and expert is a token of its own
             pairs = stored.multiply(x[tokens], weights[tokens, choices][:, None], place[tokens, choices][:, None])

@@ -110,6 +110,7 @@ def run_coded_experts(
     b2: Tensor | None,
     act: Callable[[Tensor], Tensor],  # [n, 2 * ffn] -> [n, ffn]
     stream: Tensor | None = None,  # [T, dim]
+    all_experts: int = 0,
     matmul: Callable[..., Tensor] | None = None,
 ) -> Tensor:  # [T, dim]
     """As `run_experts`, with matrices that are codes, decoded one expert at a time."""

@@ -100,8 +100,9 @@ def sum_experts(
     order = flat.argsort(stable=True)
     tokens = order.div(index.shape[1], rounding_mode="floor")
     scales = weights.flatten()[order, None]
-    out, start = torch.zeros_like(x), 0
-    for expert, size in enumerate(torch.bincount(flat, minlength=count).tolist()):
+    absent, *sizes = torch.bincount(flat + 1, minlength=count + 1).tolist()
+    out, start = torch.zeros_like(x), absent
+    for expert, size in enumerate(sizes):
         if not size:
             continue
         rows = tokens[start : start + size]
@@ -115,7 +116,7 @@ def sum_experts(
 def run_experts(
     x: Tensor,  # [T, dim]
     weights: Tensor,  # [T, k]
-    index: Tensor,  # [T, k]
+    index: Tensor,  # [T, k]; -1: an expert of another rank, which adds nothing
     w1: Tensor,  # [E, 2 * ffn, dim]: gate rows, then up rows
     w2: Tensor,  # [E, dim, ffn]
     *,
@@ -124,10 +125,12 @@ def run_experts(
     act: Callable[[Tensor], Tensor],  # [n, 2 * ffn] -> [n, ffn]
     stream: Tensor | None = None,  # [T, dim]
     in_parts: bool = False,
+    all_experts: int = 0,
     matmul: Callable[..., Tensor] | None = None,
 ) -> Tensor | PartialSums:  # [T, dim]
     """Sum over a token's experts of weight * expert(x); experts are summed in ascending order, as in transformers. The
     sum, rounded, is added to `stream` if there is one. `in_parts`: a norm follows, to which a form may leave the sum.
+    `all_experts`: how many the ranks have that divide them; 0: all are here, and `index` has no -1.
     `matmul`: `linear`, in the form a layer was built with."""
     matmul = matmul or linear.on(x.device)
 
@@ -167,7 +170,8 @@ def run_mixture(
     stream: Tensor | None = None,
     products: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None,
 ) -> Tensor:
-    """As `run_experts`, for experts stored as separate matrices. `products`: `linear` and `packed_linear`."""
+    """As `run_experts`, for experts stored as separate matrices. `products`: `linear` and `packed_linear`. Compiled
+    forms of CPUs take no -1: there, a rank picks its own pairs first."""
     products = products or (linear.on(x.device), packed_linear.on(x.device))
 
     def multiply(rows: Tensor, matrix: Matrix | Tensor, bias: Tensor | None) -> Tensor:

@@ -418,7 +418,7 @@ class CodedExperts(StoredExperts):
     def multiply(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         return self._run(
             x, weights, index, self.up.weight(), self.down.weight(), b1=self.b1, b2=self.b2, act=self.shape.act,
-            stream=stream,
+            stream=stream, all_experts=self.shape.all_experts,
         )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ Rule = tuple[str, float, float]  # name of a gated activation, alpha, limit
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Sizes of a mixture's experts, and what this rank holds: some entries of every expert."""
+    """Sizes of a mixture's experts, and what this rank holds: some entries of every expert, or some experts whole."""
 
     experts: int
     width: int
@@ -47,6 +47,7 @@ class ExpertShape:
     bias: bool
     act: Callable[[Tensor], Tensor]  # [n, rows of up] -> [n, ffn]
     rule: Rule | None  # what `act` is, for compiled kernels; None: they have no code for it
+    all_experts: int = 0  # of all ranks, copies too, where this one has some of them whole; 0: it has all
 
     @property
     def ups(self) -> tuple[str, ...]:
@@ -109,7 +110,8 @@ class StoredExperts(ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Sum over a token's experts of weight * expert(x), added to `stream`: see ops/moe.py."""
+        """Sum over a token's experts of weight * expert(x), added to `stream`: see ops/moe.py. With `all_experts` of
+        the shape, `index` is -1 where an expert is on another rank."""
         ...
 
     def multiply_in_parts(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor | PartialSums:
@@ -173,7 +175,11 @@ class StackedExperts(StoredExperts):
         if self.one_by_one:
             return self._run_mixture(x, weights, index, self._matrices(), stream)
         b1, b2, act = self.b1, self.b2, self.shape.act
-        return whole(self._run(x, weights, index, self.w1, self.w2, b1=b1, b2=b2, act=act, stream=stream))
+        every = self.shape.all_experts
+        y = self._run(
+            x, weights, index, self.w1, self.w2, b1=b1, b2=b2, act=act, stream=stream, all_experts=every
+        )  # fmt: skip
+        return whole(y)
 
     def multiply_in_parts(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor | PartialSums:
         if self.one_by_one:

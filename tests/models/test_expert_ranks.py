@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineArgs
-from quire.layers.moe import Experts, mixtures_of
+from quire.layers.moe import Experts, ExpertShare, mixtures_of
 from quire.loader.load import load_model
+from quire.ops.op import Kernels
 from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import ConfigError
 from quire.worker.balance import ExpertBalance
@@ -135,16 +137,31 @@ def test_which_experts_a_rank_has() -> None:
         own(0, 8, "linear", 4)
 
 
-def test_shapes_that_do_not_depend_on_the_choice(tmp_path: Path) -> None:
-    """As on a GPU, where a graph has been captured: every pair is computed, and what lies elsewhere weighs nothing."""
-    write_tiny("Qwen3MoeForCausalLM", tmp_path)
+@pytest.mark.parametrize("redundant", [0, 3])
+@pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM", "LongcatFlashForCausalLM"])
+def test_shapes_that_do_not_depend_on_the_choice(arch: str, redundant: int, tmp_path: Path) -> None:
+    """As on a GPU, where a graph has been captured: all pairs go to the kernels, with -1 for experts of other ranks."""
+    write_tiny(arch, tmp_path)
 
     def static(group: ShardGroup) -> list[Tensor]:
         with LOADING:
-            model = loaded(tmp_path, replace(group, placement="round_robin"))
+            model = loaded(tmp_path, replace(group, placement="round_robin", redundant=redundant))
         for layer in experts_of(model):
             assert layer._share is not None and not layer._share._is_static
+            assert layer.stored.shape.all_experts == layer._share.count + redundant > layer.stored.shape.experts
             layer._share._is_static = True
         return steps(model)
 
     check(on_ranks(2, static), steps(loaded(tmp_path, ALONE)))
+
+
+def test_choices_as_a_gpu_makes_them_are_counted() -> None:
+    """Triton's routing gives numbers of 32 bits."""
+    share = ExpertShare(((1, 3), (0, 2)), 0, 4, Kernels.here("cpu"), counts=True)
+    stored: Any = SimpleNamespace(multiply=lambda x, weights, index: x)
+    index = torch.tensor([[0, 3], [3, 1]], dtype=torch.int32)
+    share.multiply(stored, torch.zeros(2, 4), torch.ones(2, 2), index[:, :1])
+    share._is_static = True
+    share.multiply(stored, torch.zeros(2, 4), torch.ones(2, 2), index)
+    assert share.loads is not None and share.loads.tolist() == [2, 1, 0, 3]
+    assert share.find(index).tolist() == [[-1, 1], [1, 0]]

@@ -20,6 +20,7 @@ from quire.ops.op import FormTable, Kernels
 from quire.ops.triton import act, moe, moe_mx
 from quire.ops.triton.moe_mx import MxConfig
 from quire.worker import trial
+from tests import expert_rank_cases as rank_cases
 from tests import gluon_on_numpy
 from tests.coded_expert_cases import as_mx, make_codes, sorted_pairs, summed
 from tests.fused_cases import Draw
@@ -86,6 +87,11 @@ def test_every_code_and_scale():
         np.testing.assert_array_equal(decoded(packed, 0, 0), w.numbers(0).double().numpy())
 
 
+def combined_by_torch(monkeypatch):
+    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, **_: sorted_pairs(index, experts, bm))
+    monkeypatch.setattr(moe_mx, "combine", summed)
+
+
 @pytest.mark.parametrize(
     ("tokens", "top_k", "dim", "ffn", "configs"),
     [
@@ -106,8 +112,7 @@ def test_experts(by_numpy, monkeypatch, tokens, top_k, dim, ffn, configs):
     b1, b2 = draw.normal(experts, 2 * ffn), draw.normal(experts, dim)
     weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), top_k)
     index = index.int()
-    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: sorted_pairs(index, experts, bm))
-    monkeypatch.setattr(moe_mx, "combine", summed)
+    combined_by_torch(monkeypatch)
     first, second = as_mx(w1, gated=True), as_mx(w2, gated=False)
     for code, meant in (
         ((act.CLAMPED, *CLAMPS.values()), partial(act_ops.clamped_swiglu.reference, **CLAMPS)),
@@ -122,6 +127,35 @@ def test_experts(by_numpy, monkeypatch, tokens, top_k, dim, ffn, configs):
     rest |= {"b1": None, "b2": None}
     moved = moe_mx.run_experts(x, weights, index, first, second, act=code, configs=configs, **rest)
     assert (moved.float() - wanted).norm() / (wanted - stream.float()).norm() > 4 * LIMIT  # the biases count
+
+
+@pytest.mark.parametrize(
+    ("tokens", "configs"),
+    [(2, None), (2, (MxConfig(8, 4, 2), MxConfig(8, 4, 2, parts=3))), (9, (MxConfig(8, 4, 2),) * 2)],
+)
+def test_experts_of_several_ranks(by_numpy, monkeypatch, tokens, configs):
+    """Together as one; each computes its own pairs alone, and what nobody has written is not a number."""
+    combined_by_torch(monkeypatch)
+    dim, ffn, draw = 128, 192, Draw(1, "cpu", torch.bfloat16)
+    w1, w2 = made(rank_cases.EXPERTS, 2 * ffn, dim, 2), made(rank_cases.EXPERTS, dim, ffn, 3)
+
+    def run(x, weights, index, own, *, stream=None, **more):
+        first, second = (rank_cases.codes_of(w, own) for w in (w1, w2))
+        sides = as_mx(first, gated=True), as_mx(second, gated=False)
+        stream = torch.zeros_like(x) if stream is None else stream
+        known = {"b1": None, "b2": None, "act": (act.SILU, 0.0, 0.0), "configs": configs}
+        return moe_mx.run_experts(x, weights, index, *sides, stream=stream, **known, **more)
+
+    x, (weights, index) = draw.normal(tokens, dim), rank_cases.routed(draw, tokens, 3)
+    whole, total = run(x, weights, index.int(), tuple(range(rank_cases.EXPERTS))).float(), 0.0
+    for own in rank_cases.RANKS:
+        here = rank_cases.places(index, own)
+        with rank_cases.unwritten_is_nan():
+            part = run(x, weights, here, own, all_experts=rank_cases.EXPERTS).float()
+        assert not part.isnan().any() and not part[(here < 0).all(1)].any()
+        total += part
+    assert (here < 0).all(1).any()
+    assert (total - whole).norm() / whole.norm() < LIMIT
 
 
 def test_which_experts_are_packed():
@@ -149,11 +183,12 @@ def test_other_codes_take_the_form_used_otherwise(monkeypatch):
     monkeypatch.setattr(moe_mx, "run_experts", lambda *given, **named: ("packed", given[2].dtype, named))
     w = made(1, 128, 64)
     x, one, index = torch.zeros(1, 64, dtype=torch.bfloat16), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
-    rest = {"b1": None, "b2": None, "act": silu, "stream": None}
+    rest = {"b1": None, "b2": None, "act": silu, "stream": None, "all_experts": 2}
     assert run(x, one, index, w, w, **rest) == ("otherwise", w, rest)
     packed = as_mx(w, gated=True), as_mx(made(1, 64, 64), gated=False)
     name, dtype, named = run(x, one, index, *packed, **rest)
     assert name == "packed" and dtype is torch.int32 and named["early"] and named["act"] == (act.SILU, 0.0, 0.0)
+    assert named["all_experts"] == 2
 
 
 @pytest.mark.parametrize("experts", [8, 32, 128, 512])

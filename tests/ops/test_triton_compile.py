@@ -117,14 +117,17 @@ def test_few(coded, shape, norm_kind, early):
     assert ("griddepcontrol.wait" in text) == early
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_few_tokens_of_a_mixture(early):
+def test_few_tokens_of_a_mixture(early, share):
     up, down = moe_few.MoeFewConfig()
     kinds = {
         "x": HALF, "index": WHOLE, "w": HALF, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
         "w_stride_n": "i32", "alpha": "fp32", "limit": "fp32",
     }  # fmt: skip
-    constants = {"N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "BIAS": False, "EARLY": early}
+    constants = {
+        "N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "BIAS": False, "SHARE": share, "EARLY": early,
+    }  # fmt: skip
     compiled(moe_few._up_kernel, kinds, constants | {"BN": up[0], "BK": up[1]}, warps=up[2], early=early)
     kinds = {
         "h": HALF, "index": WHOLE, "weights": WIDE, "w": HALF, "bias": "none", "stream": HALF, "out": HALF,
@@ -132,26 +135,27 @@ def test_few_tokens_of_a_mixture(early):
     }  # fmt: skip
     for top_k, block in ((8, 8), (6, 8)):
         constants = {
-            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "BIAS": False, "ADD": True, "BN": down[0],
-            "BK": down[1], "EARLY": early,
+            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "BIAS": False, "SHARE": share,
+            "ADD": True, "BN": down[0], "BK": down[1], "EARLY": early,
         }  # fmt: skip
         compiled(moe_few._down_kernel, kinds, constants, warps=down[2], early=early)
 
 
-@pytest.mark.parametrize("experts", [8, 128, 512])
+@pytest.mark.parametrize(("experts", "share"), [(8, False), (128, False), (512, False), (1, True), (16, True)])
 @pytest.mark.parametrize("config", [moe.FEW_PAIRS, moe.MANY_PAIRS])
-def test_sorting(config, experts):
-    block = triton.next_power_of_2(experts)
+def test_sorting(config, experts, share):
+    block = moe.bins_of(experts)
     kinds = dict.fromkeys(("index", "counts", "order", "tile_expert", "tile_start", "end"), WHOLE)
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
         "EXPERTS": experts, "BLOCK_E": block, "CHUNK": config.chunk, "PIECE": config.piece, "WIDTH": config.width,
-        "TILES": moe._TILE_ROWS, "INLINE": not config.chunk, "EARLY": True,
+        "TILES": moe._TILE_ROWS, "INLINE": not config.chunk, "SHARE": share, "EARLY": True,
     }  # fmt: skip
     compiled(moe._sort_kernel, kinds, constants, warps=config.warps, early=True)
     if config.chunk:
         kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
-        compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": config.chunk, "EARLY": True}, early=True)
+        constants = {"BLOCK_E": block, "CHUNK": config.chunk, "SHARE": share, "EARLY": True}
+        compiled(moe._count_kernel, kinds, constants, early=True)
         rows, columns = moe._SCAN
         constants = {"BLOCK_E": block, "ROWS": rows, "COLUMNS": columns, "EARLY": True}
         compiled(moe._scan_kernel, {"counts": WHOLE, "chunks": "i32"}, constants, early=True)
@@ -169,9 +173,10 @@ def test_routing(experts, top_k, bias, score):
         "SCORE": score, "RENORM": True, "BIAS": bias, "EARLY": True,
     }  # fmt: skip
     compiled(moe._route_kernel, kinds, constants, warps=1, early=True)
-    kinds = {"y": HALF, "weights": WIDE, "stream": HALF if bias else "none", "out": HALF}
-    constants = {"DIM": 2048, "TOP_K": top_k, "ADD": bias, "BLOCK": 1024, "EARLY": True}
+    kinds = {"y": HALF, "weights": WIDE, "index": "none", "stream": HALF if bias else "none", "out": HALF}
+    constants = {"DIM": 2048, "TOP_K": top_k, "SHARE": False, "ADD": bias, "BLOCK": 1024, "EARLY": True}
     compiled(moe._combine_kernel, kinds, constants, early=True)
+    compiled(moe._combine_kernel, kinds | {"index": WHOLE}, constants | {"SHARE": True}, early=True)
 
 
 @pytest.mark.parametrize("each", [1, 16, 64, 1000])
@@ -251,6 +256,19 @@ def test_grouped_products_of_bytes(each, first, blocks, bias):
     assert not re.search(r"wgmma.mma_async[^;]*\}, *\{", text)  # the left operand would be registers
 
 
+@pytest.mark.parametrize("experts", [0, 16])
+@pytest.mark.parametrize(("size", "groups"), [(128, 6), (768, 1)])
+def test_rounded_tokens(size, groups, experts):
+    """Of a rank's own pairs, whose number is read, or all rows."""
+    kinds = {"x": HALF, "end": WHOLE if experts else "none", "codes": "*fp8e4nv", "scale": WIDE, "total": "i32"}
+    block = triton.next_power_of_2(size)
+    constants = {
+        "K": 768, "GROUPS": groups, "SIZE": size, "EXPERTS": experts, "ROWS": 4096 // block, "BLOCK": block,
+        "EARLY": True,
+    }  # fmt: skip
+    compiled(moe_bytes._round_kernel, kinds, constants, early=True)
+
+
 CODED = {  # as 128 experts of 2048 x 768 have them; mxfp4: 32 of 2880 x 2880
     "fp8-rows": ({"w": "*fp8e4nv", "row_scale": WIDE}, {"FORM": 0, "BY_ROW": True}),
     "fp8-blocks": ({"w": "*fp8e4nv", "scale": WIDE}, {"FORM": 0, "SCALED": True, "BLOCK_N": 128, "BLOCK_K": 128}),
@@ -312,19 +330,20 @@ def test_grouped_matmuls_of_codes(name, first, each):
     assert ("e4m3.e4m3" in found.asm["ptx"]) == rounded
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("early", "share"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("name", CODED)
-def test_a_few_rows_of_codes(name, early):
+def test_a_few_rows_of_codes(name, early, share):
     few_config = moe_coded_few.CodedFewConfig()
     kinds, constants, n = expert_codes(name, True)
     bn, size, warps = few_config.up
     kinds |= {"x": HALF, "index": WHOLE, "x_stride": "i32", "alpha": "fp32", "limit": "fp32"}
-    constants |= {"N": n, "ROWS": 2 * n, "GATED": True, "ACT": 0, "BN": bn, "B": size, "EARLY": early}
+    constants |= {"SHARE": share, "EARLY": early}
+    constants |= {"N": n, "ROWS": 2 * n, "GATED": True, "ACT": 0, "BN": bn, "B": size}
     compiled(moe_coded_few._up_kernel, kinds, constants, warps=warps, early=early)
     kinds, constants, n = expert_codes(name, False)
     bn, size, warps = few_config.down
     kinds |= {"h": HALF, "index": WHOLE, "weights": WIDE, "stream": HALF}
-    constants |= {"N": n, "ADD": True, "BN": bn, "B": size, "EARLY": early}
+    constants |= {"N": n, "SHARE": share, "ADD": True, "BN": bn, "B": size, "EARLY": early}
     compiled(moe_coded_few._down_kernel, kinds, constants, warps=warps, early=early)
 
 
@@ -1060,7 +1079,7 @@ def test_compiled_experts_in_mxfp4_are_right(monkeypatch, tokens, dim, ffn, bm, 
     rest = {"b1": draw.normal(experts, 2 * ffn), "b2": draw.normal(experts, dim), "stream": stream}
     weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), 4)
     monkeypatch.setattr(moe_mx, "_mx_kernel", OnNumpy(moe_mx))
-    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, *, early: sorted_pairs(index, experts, bm))
+    monkeypatch.setattr(moe, "sort_pairs", lambda index, experts, bm, **_: sorted_pairs(index, experts, bm))
     monkeypatch.setattr(moe_mx, "combine", summed)
     config = moe_mx.MxConfig(bm, warps, ahead)
     found = moe_mx.run_experts(

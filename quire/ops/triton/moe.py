@@ -5,6 +5,9 @@ expert are split into tiles of BM, and a tile table on the device has the expert
 Grids are sized for the largest possible number of tiles; programs past the actual number return at once, so the same
 launch works for any routing and can be captured.
 
+Where ranks divide the experts (SHARE), `index` is -1 for what another rank has. Such pairs are not sorted and have no
+tile; nothing is computed or written for them, so the sum leaves them out: what lies in their places may not be numbers.
+
     route ──▶ weights, index [T, k] ──_sort_kernel──▶ order [P], tiles ──_experts_kernel──▶ act(x w1) [P, F], sorted
                                    ──_experts_kernel──▶ (.. w2) [P, dim], by pair ──_combine_kernel──▶ [T, dim]
 
@@ -57,10 +60,11 @@ FEW_PAIRS = SortConfig(0, 16, 512, 4)
 _MOST_INLINE = 4096  # pairs up to which each is compared with all
 MANY_PAIRS = SortConfig(256, 32, 32, 4)
 _SCAN = (256, 8)  # chunks and experts of which a program adds up the counts
+_LEAST_BINS = 8  # of a histogram; a rank may have a single expert, and fewer bins have not been tried on a GPU
 
 
 class ExpertTiles(NamedTuple):
-    order: Tensor  # [P] pairs sorted by expert
+    order: Tensor  # [P] pairs sorted by expert; those of other ranks are not among them
     expert: Tensor  # [most tiles] of each tile; -1: there is no such tile
     start: Tensor  # [most tiles] its first index in `order`
     end: Tensor  # [E + 1] end of each expert's pairs; last, the number of tiles
@@ -176,16 +180,28 @@ def route(
 # --- sorting pairs by expert
 
 
+@triton.jit
+def _counted(index, at, pairs, BLOCK_E: tl.constexpr, SHARE: tl.constexpr):
+    """How many of some pairs go to each expert, [BLOCK_E]."""
+    inside = at < pairs
+    chosen = tl.load(index + at, mask=inside, other=0).to(tl.int32)
+    if SHARE:
+        inside = inside & (chosen >= 0)
+        chosen = tl.maximum(chosen, 0)
+    return tl.histogram(chosen, BLOCK_E, mask=inside)
+
+
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+def _count_kernel(
+    index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """grid (chunks,): how many pairs of a chunk go to each expert."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    chosen = tl.load(index + at, mask=at < pairs, other=0).to(tl.int32)
     e = tl.arange(0, BLOCK_E)
-    tl.store(counts + tl.program_id(0) * BLOCK_E + e, tl.histogram(chosen, BLOCK_E, mask=at < pairs))
+    tl.store(counts + tl.program_id(0) * BLOCK_E + e, _counted(index, at, pairs, BLOCK_E, SHARE))
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -208,21 +224,24 @@ def _scan_kernel(
 
 
 @triton.jit
-def _totals(index, counts, pairs, chunks, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, INLINE: tl.constexpr):
+def _totals(
+    index, counts, pairs, chunks, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr, INLINE: tl.constexpr,
+    SHARE: tl.constexpr,
+):  # fmt: skip
     """Pairs of each expert, [BLOCK_E]. INLINE: they were not counted before."""
     if INLINE:
         total = tl.zeros((BLOCK_E,), tl.int32)
         for start in range(0, pairs, WIDTH):
-            at = start + tl.arange(0, WIDTH)
-            chosen = tl.load(index + at, mask=at < pairs, other=0).to(tl.int32)
-            total += tl.histogram(chosen, BLOCK_E, mask=at < pairs)
+            total += _counted(index, start + tl.arange(0, WIDTH), pairs, BLOCK_E, SHARE)
         return total
     else:
         return tl.load(counts + chunks * BLOCK_E + tl.arange(0, BLOCK_E))
 
 
 @triton.jit
-def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
+def _ranks(
+    index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, SHARE: tl.constexpr
+):  # fmt: skip
     """How many of the pairs from begin to end sort before each of `p` [PIECE]: those of lower experts (ALL) and the
     earlier ones of the same expert."""
     mine = tl.load(index + p, mask=p < pairs, other=0).to(tl.int32)
@@ -230,6 +249,8 @@ def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr
     for start in range(begin, end, WIDTH):
         q = start + tl.arange(0, WIDTH)
         theirs = tl.load(index + q, mask=q < end, other=1 << 12).to(tl.int32)
+        if SHARE:
+            theirs = tl.where(theirs < 0, 1 << 12, theirs)  # before nobody
         low, high = (mine << 18)[:, None], ((mine << 18) | (p - begin))[:, None]  # an expert, then the pair's number
         key = ((theirs << 18) | (q - begin))[None, :]
         if ALL:
@@ -243,24 +264,29 @@ def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr
 def _place(
     index, counts, order, first, pairs, program, e,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr, INLINE: tl.constexpr,
+    SHARE: tl.constexpr,
 ):  # fmt: skip
     """Sort PIECE pairs. `first`: where each expert's pairs begin."""
     p = program * PIECE + tl.arange(0, PIECE)
     if INLINE:
-        _mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, WIDTH, True)
+        mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, WIDTH, True, SHARE)
     else:
         chunk = program * PIECE // CHUNK
         end = tl.minimum(program * PIECE + PIECE, pairs)
-        mine, rank = _ranks(index, p, chunk * CHUNK, end, pairs, PIECE, WIDTH, False)
-        rank += tl.gather(first + tl.load(counts + chunk * BLOCK_E + e), mine, 0)
-    tl.store(order + rank, p, mask=p < pairs)
+        mine, rank = _ranks(index, p, chunk * CHUNK, end, pairs, PIECE, WIDTH, False, SHARE)
+        expert = tl.maximum(mine, 0) if SHARE else mine
+        rank += tl.gather(first + tl.load(counts + chunk * BLOCK_E + e), expert, 0)
+    inside = p < pairs
+    if SHARE:
+        inside = inside & (mine >= 0)
+    tl.store(order + rank, p, mask=inside)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "placers", "most_tiles", "bm"])
 def _sort_kernel(
     index, counts, order, tile_expert, tile_start, end, pairs, chunks, placers, most_tiles, bm,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr,
-    TILES: tl.constexpr, INLINE: tl.constexpr, EARLY: tl.constexpr,
+    TILES: tl.constexpr, INLINE: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (placers + parts of the tile table,): sort PIECE pairs, or fill a part of the table."""
     if EARLY:
@@ -271,11 +297,11 @@ def _sort_kernel(
     if program < placers:
         first = tl.zeros((BLOCK_E,), tl.int32)
         if not INLINE:
-            total = _totals(index, counts, pairs, chunks, BLOCK_E, WIDTH, INLINE)
+            total = _totals(index, counts, pairs, chunks, BLOCK_E, WIDTH, INLINE, SHARE)
             first = tl.cumsum(total, 0) - total
-        _place(index, counts, order, first, pairs, program, e, BLOCK_E, CHUNK, PIECE, WIDTH, INLINE)
+        _place(index, counts, order, first, pairs, program, e, BLOCK_E, CHUNK, PIECE, WIDTH, INLINE, SHARE)
     else:
-        total = _totals(index, counts, pairs, chunks, BLOCK_E, WIDTH, INLINE)
+        total = _totals(index, counts, pairs, chunks, BLOCK_E, WIDTH, INLINE, SHARE)
         first = tl.cumsum(total, 0) - total
         tiles = (total + bm - 1) // bm
         tile_end = tl.cumsum(tiles, 0)
@@ -295,40 +321,46 @@ def sort_config_of(pairs: int) -> SortConfig:
     return FEW_PAIRS if pairs <= _MOST_INLINE else MANY_PAIRS
 
 
+def bins_of(experts: int) -> int:
+    return max(_LEAST_BINS, triton.next_power_of_2(experts))
+
+
 def sort_pairs(
-    index: Tensor, experts: int, bm: int, *, early: bool = False, config: SortConfig | None = None
+    index: Tensor, experts: int, bm: int, *, share: bool = False, early: bool = False, config: SortConfig | None = None
 ) -> ExpertTiles:
-    """index [T, k] (contiguous): pairs by expert, in ascending order within one."""
+    """index [T, k] (contiguous): pairs by expert, in ascending order within one. `share`: -1 is among them."""
     pairs, device = index.numel(), index.device
     if index.shape[0] == 1:
         return ExpertTiles(index, index, index, index, direct=True)
     config = config or sort_config_of(pairs)
     inline = config.chunk == 0
     most_tiles = min(pairs, experts) + pairs // bm
-    block_e = triton.next_power_of_2(experts)
+    block_e = bins_of(experts)
     order, expert, start, end = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, most_tiles, most_tiles, experts + 1)
     )
     chunks = 0 if inline else triton.cdiv(pairs, config.chunk)
-    counts = index if inline else _count_pairs(index, block_e, config.chunk, early)
+    counts = index if inline else _count_pairs(index, block_e, config.chunk, share, early)
     placers = triton.cdiv(pairs, config.piece)
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
         BLOCK_E=block_e, CHUNK=config.chunk, PIECE=config.piece, WIDTH=config.width, TILES=_TILE_ROWS, INLINE=inline,
-        EARLY=early, num_warps=config.warps, **({"launch_pdl": True} if early else {}),
+        SHARE=share, EARLY=early, num_warps=config.warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
 
-def _count_pairs(index: Tensor, block_e: int, chunk: int, early: bool) -> Tensor:
+def _count_pairs(index: Tensor, block_e: int, chunk: int, share: bool, early: bool) -> Tensor:
     """[chunks + 1, block_e]: pairs of each expert in the chunks before; last, in all."""
     pairs, launch = index.numel(), {"launch_pdl": True} if early else {}
     chunks = triton.cdiv(pairs, chunk)
     counts = torch.empty((chunks + 1, block_e), dtype=torch.int32, device=index.device)
-    _count_kernel[(chunks,)](index, counts, pairs, BLOCK_E=block_e, CHUNK=chunk, EARLY=early, num_warps=4, **launch)
+    _count_kernel[(chunks,)](
+        index, counts, pairs, BLOCK_E=block_e, CHUNK=chunk, SHARE=share, EARLY=early, num_warps=4, **launch
+    )
     rows, columns = _SCAN
     _scan_kernel[(triton.cdiv(block_e, columns),)](
-        counts, chunks, BLOCK_E=block_e, ROWS=rows, COLUMNS=min(columns, block_e), EARLY=early, num_warps=4, **launch
+        counts, chunks, BLOCK_E=block_e, ROWS=rows, COLUMNS=columns, EARLY=early, num_warps=4, **launch
     )
     return counts
 
@@ -416,10 +448,11 @@ def product(
 
 @triton.jit
 def _combine_kernel(
-    y, weights, stream, out, DIM: tl.constexpr, TOP_K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    y, weights, index, stream, out, DIM: tl.constexpr, TOP_K: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """grid (tokens, columns): out[t] = sum of weights[t, j] * y[t * k + j]. ADD: rounded, and added to stream[t]."""
+    """grid (tokens, columns): out[t] = sum of weights[t, j] * y[t * k + j]. ADD: rounded, and added to stream[t].
+    SHARE: pairs whose index is -1 are left out."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -429,7 +462,10 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
         weight = tl.load(weights + token * TOP_K + j).to(tl.float32)
-        part = tl.load(y + (token * TOP_K + j) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        live = inside
+        if SHARE:
+            live = inside & (tl.load(index + token * TOP_K + j) >= 0)
+        part = tl.load(y + (token * TOP_K + j) * DIM + column, mask=live, other=0.0).to(tl.float32)
         acc = tl.fma(tl.broadcast_to(weight, (BLOCK,)), part, acc)  # as norms do: the same bits
     kind: tl.constexpr = out.dtype.element_ty
     if ADD:
@@ -438,14 +474,17 @@ def _combine_kernel(
     tl.store(out + token * DIM + column, acc.to(kind), mask=inside)
 
 
-def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: bool = False) -> Tensor:
-    """y [T * k, dim], weights [T, k] (and stream [T, dim], contiguous) -> [T, dim]."""
+def combine(
+    y: Tensor, weights: Tensor, stream: Tensor | None = None, *, index: Tensor | None = None, early: bool = False
+) -> Tensor:
+    """y [T * k, dim], weights [T, k] (and stream [T, dim], contiguous) -> [T, dim]. `index` [T, k]: only pairs that do
+    not have -1 there."""
     (tokens, top_k), dim = weights.shape, y.shape[1]
     out = torch.empty((tokens, dim), dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(tokens, triton.cdiv(dim, block))](
-        y, weights, stream, out, DIM=dim, TOP_K=top_k, ADD=stream is not None, BLOCK=block, EARLY=early,
-        num_warps=max(1, block // 256), **({"launch_pdl": True} if early else {}),
+        y, weights, index, stream, out, DIM=dim, TOP_K=top_k, SHARE=index is not None, ADD=stream is not None,
+        BLOCK=block, EARLY=early, num_warps=max(1, block // 256), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
@@ -457,8 +496,8 @@ def configs_of(
     pairs: int, experts: int, dtype: torch.dtype, *, fixed: bool = False
 ) -> tuple[MoeTileConfig, MoeTileConfig]:
     """Tiles of the first and the second matmul, by the average number of pairs per expert, as measured on an H200.
-    `fixed`: no result may depend on the number of tokens. Tensor cores sum in one order whatever the tile; in
-    float32 a single tile size is used."""
+    `experts`: those of all ranks, if ranks divide them. `fixed`: no result may depend on the number of tokens. Tensor
+    cores sum in one order whatever the tile; in float32 a single tile size is used."""
     each = 32 if fixed and dtype is torch.float32 else pairs / experts
     if dtype is torch.float32:
         return (MoeTileConfig(16, 32, 32, 4, 3) if each < 32 else MoeTileConfig(64, 32, 32, 4, 2),) * 2
@@ -489,36 +528,37 @@ def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    in_parts: bool = False, configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
+    in_parts: bool = False, all_experts: int = 0, configs: tuple[Config, Config] | None = None, fixed: bool = False,
+    early: bool = False,
 ) -> Tensor | PartialSums:  # fmt: skip
     """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `in_parts`:
-    the weighted sum is left to a norm, if there are more than a few tokens. `fixed`: results do not depend on the
-    number of tokens. `early`: see few.py."""
-    (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
+    the weighted sum is left to a norm, if there are more than a few tokens and all experts are here. `fixed`: results
+    do not depend on the number of tokens. `early`: see few.py."""
+    (tokens, top_k), experts, pairs, share = index.shape, w1.shape[0], index.numel(), all_experts > 0
     if not tokens:
         return torch.empty_like(x)
     x, index, weights = x.contiguous(), index.contiguous(), weights.contiguous()
     stream = None if stream is None else stream.contiguous()
     known = fused_act(act, codes)
     if configs is None and tokens <= FEW_TOKENS and not fixed:
-        h = moe_few.up(x, index, w1, b1, known, early=early)
+        h = moe_few.up(x, index, w1, b1, known, share=share, early=early)
         if known is None:
             h, early = act(h).contiguous(), False
-        return moe_few.down(h, weights, index, w2, b2, stream, early=early)
+        return moe_few.down(h, weights, index, w2, b2, stream, share=share, early=early)
     if configs is None:
         if known is not None and tokens > 1 and moe_many.fits(x, w1, w2):
-            configs = tma_configs_of(pairs, experts)
+            configs = tma_configs_of(pairs, all_experts or experts)
         else:
-            configs = configs_of(pairs, experts, x.dtype, fixed=fixed)
+            configs = configs_of(pairs, all_experts or experts, x.dtype, fixed=fixed)
     first, second = configs
-    tiles = sort_pairs(index, experts, first.bm, early=early)
+    tiles = sort_pairs(index, experts, first.bm, share=share, early=early)
     h = _matmul(x, w1, b1, tiles, top_k, first, pairs, True, known, early)
     if known is None:
         h = act(h).contiguous()
     y = _matmul(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs, False, None, early)
-    if in_parts and stream is None:
+    if in_parts and stream is None and not share:
         return PartialSums(y.view(tokens, top_k, -1).transpose(0, 1), y.dtype, weights)
-    return combine(y, weights, stream, early=early)
+    return combine(y, weights, stream, index=index if share else None, early=early)
 
 
 def _matmul(

@@ -64,13 +64,18 @@ class RoundedTokens(NamedTuple):
 
 @triton.jit(do_not_specialize=["total"])
 def _round_kernel(
-    x, codes, scale, total, K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x, end, codes, scale, total, K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of all `total` groups of SIZE columns, of which each row of x has GROUPS."""
+    """ROWS of all `total` groups of SIZE columns, of which each row of x has GROUPS. EXPERTS above 0: rows are sorted
+    pairs, of which there are as many as `end` has for the last expert."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+    if EXPERTS > 0:
+        total = tl.load(end + EXPERTS - 1) * GROUPS
+        if tl.program_id(0) * ROWS >= total:
+            return
     group, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     column = (group % GROUPS * SIZE)[:, None] + k[None, :]
     at = (group // GROUPS).to(tl.int64)[:, None] * K + column
@@ -81,8 +86,9 @@ def _round_kernel(
     tl.store(codes + at, (y / s[:, None]).to(codes.dtype.element_ty), mask=inside)
 
 
-def round_rows(x: Tensor, size: int, *, early: bool = False) -> RoundedTokens:
-    """x [rows, width] (contiguous) to e4m3, with a scale for each `size` columns."""
+def round_rows(x: Tensor, size: int, *, end: Tensor | None = None, early: bool = False) -> RoundedTokens:
+    """x [rows, width] (contiguous) to e4m3, with a scale for each `size` columns. `end`: that of ExpertTiles, if
+    rows are sorted pairs, past the last of which there is nothing."""
     rows, width = x.shape
     size = min(size, width)
     groups, block = cdiv(width, size), next_power_of_2(size)
@@ -91,8 +97,9 @@ def round_rows(x: Tensor, size: int, *, early: bool = False) -> RoundedTokens:
     scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
     tile = max(_ROUND_MANY if total * size > _MANY else _ROUND_FEW, block)
     _round_kernel[(cdiv(total, tile // block),)](
-        x, codes, scale, total, K=width, GROUPS=groups, SIZE=size, ROWS=tile // block, BLOCK=block, EARLY=early,
-        num_warps=4 if tile > _ROUND_FEW else 2, **({"launch_pdl": True} if early else {}),
+        x, end, codes, scale, total, K=width, GROUPS=groups, SIZE=size, EXPERTS=0 if end is None else len(end) - 1,
+        ROWS=tile // block, BLOCK=block, EARLY=early, num_warps=4 if tile > _ROUND_FEW else 2,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return RoundedTokens(codes, scale)
 
@@ -293,9 +300,9 @@ _SOME = BytesConfig(64, 128, 128, 4, 4)
 _MANY_ROWS = BytesConfig(128, 128, 128, 8, 4), BytesConfig(128, 256, 128, 8, 3, resident=1)
 
 
-def configs_of(pairs: int, up: ExpertCodes, down: ExpertCodes) -> tuple[BytesConfig, BytesConfig]:
+def configs_of(pairs: int, up: ExpertCodes, down: ExpertCodes, all_experts: int = 0) -> tuple[BytesConfig, BytesConfig]:
     """Tiles of the first and the second matmul, by the average number of pairs per expert, as measured on an H200."""
-    each, blocks = pairs / up.shape[0], up.scale is not None or down.scale is not None
+    each, blocks = pairs / (all_experts or up.shape[0]), up.scale is not None or down.scale is not None
     if each <= 12:
         return _FEW, _FEW._replace(stages=4)
     if each <= 24:
@@ -309,22 +316,22 @@ def configs_of(pairs: int, up: ExpertCodes, down: ExpertCodes) -> tuple[BytesCon
 
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, up: ExpertCodes, down: ExpertCodes, *, b1: Tensor | None,
-    b2: Tensor | None, act: tuple[int, float, float], stream: Tensor | None,
+    b2: Tensor | None, act: tuple[int, float, float], stream: Tensor | None, all_experts: int = 0,
     configs: tuple[BytesConfig, BytesConfig] | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """As moe.run_experts, for more than one token."""
-    pairs, experts, top_k = index.numel(), up.shape[0], index.shape[1]
-    first, second = configs or configs_of(pairs, up, down)
-    tiles = moe.sort_pairs(index, experts, first.bm, early=early)
+    pairs, experts, top_k, share = index.numel(), up.shape[0], index.shape[1], all_experts > 0
+    first, second = configs or configs_of(pairs, up, down, all_experts)
+    tiles = moe.sort_pairs(index, experts, first.bm, share=share, early=early)
     a = round_rows(x, _group_of(up, first), early=early)
     dtype = None if first.rounds else x.dtype
     h = product(a, up, b1, tiles[:4], top_k, pairs=pairs, act=act, config=first, dtype=dtype, early=early)
     if isinstance(h, Tensor):
-        h = round_rows(h, _group_of(down, second), early=early)
+        h = round_rows(h, _group_of(down, second), end=tiles.end if share else None, early=early)
     second = second._replace(bm=first.bm)
     y = product(h, down, b2, tiles[:4], top_k, pairs=pairs, act=None, config=second, dtype=x.dtype, early=early)
     assert isinstance(y, Tensor)
-    return moe.combine(y, weights, stream, early=early)
+    return moe.combine(y, weights, stream, index=index if share else None, early=early)
 
 
 def _group_of(w: ExpertCodes, config: BytesConfig) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -235,37 +236,41 @@ def configs_of(
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, up: ExpertCodes | Tensor, down: ExpertCodes | Tensor, *,
     b1: Tensor | None, b2: Tensor | None, act: Callable[[Tensor], Tensor], codes: dict[Callable, int],
-    stream: Tensor | None = None, configs: tuple[CodedTileConfig, CodedTileConfig] | None = None,
+    stream: Tensor | None = None, all_experts: int = 0,
+    configs: tuple[CodedTileConfig, CodedTileConfig] | None = None,
     byte_configs: tuple[BytesConfig, BytesConfig] | None = None, fixed: bool = False, early: bool = False,
     round_from: float | None = ROUND_FROM, few: CodedFewConfig = CodedFewConfig(),
 ) -> Tensor:  # fmt: skip
     """As moe.run_experts. `round_from`: average pairs per expert from which inputs of 8-bit weights are rounded to 8
     bits, where moe_bytes.py, which always does, cannot multiply them; None: never."""
-    (tokens, top_k), experts, pairs = index.shape, up.shape[0], index.numel()
+    (tokens, top_k), experts, pairs, share = index.shape, up.shape[0], index.numel(), all_experts > 0
     if not tokens:
         return torch.empty_like(x)
     x, index, weights = x.contiguous(), index.contiguous(), weights.contiguous()
     stream = None if stream is None else stream.contiguous()
     known = moe.fused_act(act, codes)
     if configs is None and byte_configs is None and tokens <= moe.FEW_TOKENS and not fixed:
-        return _run_few(x, weights, index, up, down, b1, b2, act, known, stream, early, few)
-    most = math.inf if round_from is None or fixed or x.dtype is torch.float32 else round_from * experts
+        return _run_few(x, weights, index, up, down, b1, b2, act, known, stream, share, early, few)
+    among = all_experts or experts
+    most = math.inf if round_from is None or fixed or x.dtype is torch.float32 else round_from * among
     if most < math.inf and known is not None and configs is None and tokens > 1 and moe_bytes.fits(x, up, down):
         assert isinstance(up, ExpertCodes) and isinstance(down, ExpertCodes)
         return moe_bytes.run_experts(
-            x, weights, index, up, down, b1=b1, b2=b2, act=known, stream=stream, configs=byte_configs, early=early
-        )
+            x, weights, index, up, down, b1=b1, b2=b2, act=known, stream=stream, all_experts=all_experts,
+            configs=byte_configs, early=early,
+        )  # fmt: skip
     rounds = pairs > most
-    first, second = configs or configs_of(pairs, experts, x.dtype, fixed=fixed)
+    first, second = configs or configs_of(pairs, among, x.dtype, fixed=fixed)
     if rounds and configs is None:
         first, second = rounded_config(up, first, 0), rounded_config(down, second, 1)
-    tiles = moe.sort_pairs(index, experts, first.bm)
-    h = _grouped(x, up, b1, tiles, top_k, first, pairs=pairs, first=True, act=known, rounds=rounds)
+    tiles = moe.sort_pairs(index, experts, first.bm, share=share)
+    multiply = partial(_grouped, tiles=tiles, top_k=top_k, pairs=pairs, rounds=rounds, share=share)
+    h = multiply(x, up, b1, config=first, first=True, act=known)
     if known is None:
         h = act(h).contiguous()
     second = second._replace(bm=first.bm)
-    y = _grouped(h, down, b2, tiles, top_k, second, pairs=pairs, first=False, act=None, rounds=rounds)
-    return moe.combine(y, weights, stream)
+    y = multiply(h, down, b2, config=second, first=False, act=None)
+    return moe.combine(y, weights, stream, index=index if share else None)
 
 
 def rounded_config(w: ExpertCodes | Tensor, config: CodedTileConfig, side: int) -> CodedTileConfig:
@@ -279,27 +284,29 @@ def rounded_config(w: ExpertCodes | Tensor, config: CodedTileConfig, side: int) 
 def _grouped(
     a: Tensor, w: ExpertCodes | Tensor, bias: Tensor | None, tiles: moe.ExpertTiles, top_k: int,
     config: CodedTileConfig, *, pairs: int, first: bool, act: tuple[int, float, float] | None, rounds: bool,
+    share: bool,
 ) -> Tensor:  # fmt: skip
     if isinstance(w, Tensor):
         plain = moe.MoeTileConfig(*config[:5])._replace(bk=min(config.bk, 64))
         return moe.product(a, w, bias, tiles, top_k, plain, pairs=pairs, first=first, act=act)
     rounded = None
     if rounds and w.form == "e4m3":
-        rounded = round_rows(a, w.width if w.scale is None else GROUP)
+        end = tiles.end if share and not first and not tiles.direct else None
+        rounded = round_rows(a, w.width if w.scale is None else GROUP, end=end)
     return product(a, w, bias, tiles, top_k, config, pairs=pairs, first=first, act=act, rounded=rounded)
 
 
 def _run_few(
     x: Tensor, weights: Tensor, index: Tensor, w1: ExpertCodes | Tensor, w2: ExpertCodes | Tensor, b1: Tensor | None,
     b2: Tensor | None, act: Callable[[Tensor], Tensor], known: tuple[int, float, float] | None, stream: Tensor | None,
-    early: bool, config: CodedFewConfig,
+    share: bool, early: bool, config: CodedFewConfig,
 ) -> Tensor:  # fmt: skip
     h = (
-        moe_few.up(x, index, w1, b1, known, early=early) if isinstance(w1, Tensor)
-        else moe_coded_few.up(x, index, w1, b1, known, config=config, early=early)
+        moe_few.up(x, index, w1, b1, known, share=share, early=early) if isinstance(w1, Tensor)
+        else moe_coded_few.up(x, index, w1, b1, known, config=config, share=share, early=early)
     )  # fmt: skip
     if known is None:
         h, early = act(h).contiguous(), False
     if isinstance(w2, Tensor):
-        return moe_few.down(h, weights, index, w2, b2, stream, early=early)
-    return moe_coded_few.down(h, weights, index, w2, b2, stream, config=config, early=early)
+        return moe_few.down(h, weights, index, w2, b2, stream, share=share, early=early)
+    return moe_coded_few.down(h, weights, index, w2, b2, stream, config=config, share=share, early=early)

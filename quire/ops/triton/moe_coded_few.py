@@ -4,6 +4,7 @@
     _down_kernel  grid (tokens, columns):      out[token] = stream + sum over its k of weight * (h[pair] w2[expert])
 
 A row is summed in float32 after each number was multiplied by the scale of its block; the scale of the row comes last.
+Of pairs whose expert another rank has (SHARE: index -1), neither codes nor h are read.
 Floor: 3 dim F codes a pair. 2048 x 768, k = 8, 1 token: 38 MB in 8 bits, 9 us; 2880 x 2880, k = 4, 4 bits with a byte
 for each 32: 53 MB, 12 us.
 """
@@ -106,7 +107,7 @@ def _up_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BYTES: tl.constexpr, GRID_N: tl.constexpr,
     GRID_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr,
     ZERO: tl.constexpr, BY_ROW: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    BIAS: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """GATED: w holds gate rows, then up rows, and N counts results; else N counts all rows and nothing follows."""
     pair = tl.program_id(0)
@@ -116,6 +117,8 @@ def _up_kernel(
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(index + pair).to(tl.int64)
+    if SHARE and expert < 0:
+        return
     source = x + (pair // TOP_K).to(tl.int64) * x_stride
     acc = _row_sums(
         source, w, scale, zero, row_scale, expert, n, live, ROWS, K, BYTES, GRID_N, GRID_K, BLOCK_N, BLOCK_K, FORM,
@@ -139,10 +142,11 @@ def _down_kernel(
     h, index, weights, w, scale, zero, row_scale, bias, stream, out,
     N: tl.constexpr, K: tl.constexpr, BYTES: tl.constexpr, GRID_N: tl.constexpr, GRID_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr,
-    BY_ROW: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr,
-    B: tl.constexpr, EARLY: tl.constexpr,
+    BY_ROW: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr,
+    BN: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One expert of a token after another, unrolled so that their reads overlap."""
+    """One expert of a token after another, unrolled so that their reads overlap; with SHARE there is a branch between
+    them."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     live = n < N
@@ -154,13 +158,14 @@ def _down_kernel(
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
         expert = tl.load(index + pair).to(tl.int64)
-        y = _row_sums(
-            h + pair * K, w, scale, zero, row_scale, expert, n, live, N, K, BYTES, GRID_N, GRID_K, BLOCK_N, BLOCK_K,
-            FORM, SCALED, ZERO, BY_ROW, BN, B,
-        )  # fmt: skip
-        if BIAS:
-            y += tl.load(bias + expert * N + n, mask=live, other=0.0).to(tl.float32)
-        total += y.to(kind).to(tl.float32) * tl.load(weights + pair).to(tl.float32)
+        if not SHARE or expert >= 0:
+            y = _row_sums(
+                h + pair * K, w, scale, zero, row_scale, expert, n, live, N, K, BYTES, GRID_N, GRID_K, BLOCK_N,
+                BLOCK_K, FORM, SCALED, ZERO, BY_ROW, BN, B,
+            )  # fmt: skip
+            if BIAS:
+                y += tl.load(bias + expert * N + n, mask=live, other=0.0).to(tl.float32)
+            total += y.to(kind).to(tl.float32) * tl.load(weights + pair).to(tl.float32)
     if ADD:
         total = total.to(kind).to(tl.float32)
         total += tl.load(stream + token * N + n, mask=live, other=0.0).to(tl.float32)
@@ -179,9 +184,10 @@ def constants(w: ExpertCodes) -> dict[str, int | bool]:
 
 def up(
     x: Tensor, index: Tensor, w1: ExpertCodes, b1: Tensor | None, act: tuple[int, float, float] | None, *,
-    config: CodedFewConfig = CodedFewConfig(), early: bool = False,
+    config: CodedFewConfig = CodedFewConfig(), share: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, dim], index [T, k] -> [T * k, F]; without `act` the full result [T * k, 2 F]."""
+    """x [T, dim], index [T, k] -> [T * k, F]; without `act` the full result [T * k, 2 F]. `share`: where index is -1,
+    nothing is written."""
     rows = w1.shape[1]
     n = rows if act is None else rows // 2
     code, alpha, limit = act or (0, 0.0, 0.0)
@@ -191,14 +197,14 @@ def up(
     _up_kernel[(index.numel(), cdiv(n, bn))](
         x, index, w1.codes, w1.scale, w1.zero, w1.row_scale, b1, out, x.stride(0), alpha, limit,
         N=n, ROWS=rows, **constants(w1), TOP_K=index.shape[1], GATED=act is not None, ACT=code, BIAS=b1 is not None,
-        BN=bn, B=_size(w1, size), EARLY=early, num_warps=warps, **launch,
+        SHARE=share, BN=bn, B=_size(w1, size), EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out
 
 
 def down(
     h: Tensor, weights: Tensor, index: Tensor, w2: ExpertCodes, b2: Tensor | None, stream: Tensor | None, *,
-    config: CodedFewConfig = CodedFewConfig(), early: bool = False,
+    config: CodedFewConfig = CodedFewConfig(), share: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """h [T * k, F] -> [T, dim], weighted and summed; `stream` [T, dim] is added."""
     (tokens, top_k), n = index.shape, w2.shape[1]
@@ -207,8 +213,8 @@ def down(
     launch = {"launch_pdl": True} if early else {}
     _down_kernel[(tokens, cdiv(n, bn))](
         h, index, weights, w2.codes, w2.scale, w2.zero, w2.row_scale, b2, stream, out,
-        N=n, **constants(w2), TOP_K=top_k, BIAS=b2 is not None, ADD=stream is not None, BN=bn, B=_size(w2, size),
-        EARLY=early, num_warps=warps, **launch,
+        N=n, **constants(w2), TOP_K=top_k, BIAS=b2 is not None, SHARE=share, ADD=stream is not None, BN=bn,
+        B=_size(w2, size), EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out
 

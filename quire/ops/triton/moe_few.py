@@ -6,8 +6,9 @@ its expert separately, on the CUDA cores:
     _up_kernel    grid (pairs, columns of F):  h[pair] = act(x[token] w1[expert])
     _down_kernel  grid (tokens, columns):      out[token] = stream + sum over its k of weight * (h[pair] w2[expert])
 
-Rounding is that of the grouped matmuls in moe.py: h, and every expert's result before it is weighted. Floor: 6 dim F
-bytes a pair (bf16). 2048 x 768, k = 8: 1 token, 75 MB, 18 us.
+Rounding is that of the grouped matmuls in moe.py: h, and every expert's result before it is weighted. Of pairs whose
+expert another rank has (SHARE: index -1), neither matrices nor h are read. Floor: 6 dim F bytes a pair (bf16). 2048 x
+768, k = 8: 1 token, 75 MB, 18 us.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _rows_of(w, n, k, stride, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr
 def _up_kernel(
     x, index, w, bias, out, x_stride, w_stride_e, w_stride_n, alpha, limit,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """GATED: w holds gate rows, then up rows, and N counts results; else N counts all rows and nothing follows."""
     pair = tl.program_id(0)
@@ -51,6 +52,8 @@ def _up_kernel(
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(index + pair).to(tl.int64)
+    if SHARE and expert < 0:
+        return
     source = x + (pair // TOP_K).to(tl.int64) * x_stride
     weights = w + expert * w_stride_e
     sums = tl.zeros((BN, BK), tl.float32)
@@ -72,13 +75,10 @@ def _up_kernel(
 
 
 @triton.jit
-def _experts_piece(
-    rows, live, k, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """[experts, columns, entries] of the second matrices."""
+def _experts_piece(rows, live, k, K: tl.constexpr, WHOLE: tl.constexpr):
+    """[experts, columns, entries] of the second matrices. WHOLE: none of them is outside."""
     at = rows[:, :, None] + k[None, None, :]
-    if N % BN == 0 and K % BK == 0 and TOP_K == BLOCK_K:
+    if WHOLE:
         return tl.load(at)
     return tl.load(at, mask=live[:, :, None] & (k < K)[None, None, :], other=0.0)
 
@@ -94,7 +94,7 @@ def _pairs_piece(pairs, chosen, k, K: tl.constexpr):
 def _down_kernel(
     h, index, weights, w, bias, stream, out, w_stride_e, w_stride_n,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    SHARE: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All experts of a token at once: a tile is [experts, columns, entries]. EARLY: launched right after
     _up_kernel, which lets this start only when everything before it is done; so the selected experts may be read
@@ -106,15 +106,18 @@ def _down_kernel(
     chosen = j < TOP_K
     expert = tl.load(index + token * TOP_K + j, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
     weight = tl.load(weights + token * TOP_K + j, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if SHARE:
+        chosen = chosen & (expert >= 0)
     rows = w + expert[:, None] * w_stride_e + n[None, :] * w_stride_n  # [experts, columns]
     live = chosen[:, None] & (n < N)[None, :]
-    tile = _experts_piece(rows, live, k, N, K, TOP_K, BLOCK_K, BN, BK)
+    whole: tl.constexpr = N % BN == 0 and K % BK == 0 and TOP_K == BLOCK_K and not SHARE
+    tile = _experts_piece(rows, live, k, K, whole)
     if EARLY:
         gdc_wait()
     pairs = h + (token * TOP_K + j)[:, None] * K
     sums = tile.to(tl.float32) * _pairs_piece(pairs, chosen, k, K)
     for start in range(BK, K, BK):
-        tile = _experts_piece(rows, live, start + k, N, K, TOP_K, BLOCK_K, BN, BK)
+        tile = _experts_piece(rows, live, start + k, K, whole)
         sums += tile.to(tl.float32) * _pairs_piece(pairs, chosen, start + k, K)
     y = tl.sum(sums, 2)
     if BIAS:
@@ -128,9 +131,10 @@ def _down_kernel(
 
 def up(
     x: Tensor, index: Tensor, w1: Tensor, b1: Tensor | None, act: tuple[int, float, float] | None, *,
-    config: MoeFewConfig = MoeFewConfig(), early: bool = False,
+    config: MoeFewConfig = MoeFewConfig(), share: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, dim], index [T, k] -> [T * k, F]; without `act` the full result [T * k, 2 F]."""
+    """x [T, dim], index [T, k] -> [T * k, F]; without `act` the full result [T * k, 2 F]. `share`: where index is -1,
+    nothing is written."""
     rows, k = w1.shape[1:]
     n = rows if act is None else rows // 2
     code, alpha, limit = act or (0, 0.0, 0.0)
@@ -140,15 +144,15 @@ def up(
     launch = {"launch_pdl": True} if early else {}
     _up_kernel[(index.numel(), triton.cdiv(n, bn))](
         x, index, w1, b1, out, x.stride(0), w1.stride(0), w1.stride(1), alpha, limit,
-        N=n, K=k, TOP_K=index.shape[1], GATED=act is not None, ACT=code, BIAS=b1 is not None, BN=bn, BK=bk,
-        EARLY=early, num_warps=warps, **launch,
+        N=n, K=k, TOP_K=index.shape[1], GATED=act is not None, ACT=code, BIAS=b1 is not None, SHARE=share, BN=bn,
+        BK=bk, EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out
 
 
 def down(
     h: Tensor, weights: Tensor, index: Tensor, w2: Tensor, b2: Tensor | None, stream: Tensor | None, *,
-    config: MoeFewConfig = MoeFewConfig(), early: bool = False,
+    config: MoeFewConfig = MoeFewConfig(), share: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """h [T * k, F] -> [T, dim], weighted and summed; `stream` [T, dim] is added."""
     (tokens, top_k), (n, k) = index.shape, w2.shape[1:]
@@ -158,7 +162,7 @@ def down(
     launch = {"launch_pdl": True} if early else {}
     _down_kernel[(tokens, triton.cdiv(n, bn))](
         h, index, weights, w2, b2, stream, out, w2.stride(0), w2.stride(1),
-        N=n, K=k, TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BIAS=b2 is not None, ADD=stream is not None,
-        BN=bn, BK=bk, EARLY=early, num_warps=warps, **launch,
+        N=n, K=k, TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BIAS=b2 is not None, SHARE=share,
+        ADD=stream is not None, BN=bn, BK=bk, EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out

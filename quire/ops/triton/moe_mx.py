@@ -315,8 +315,8 @@ def _store(
 
 @triton.jit
 def _combine_kernel(
-    y, weights, stream, out, pairs, DIM: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    y, weights, index, stream, out, pairs, DIM: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    SHARE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As that of moe.py, of y in PARTS."""
     if EARLY:
@@ -329,9 +329,12 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
         one = tl.zeros((BLOCK,), tl.float32)
+        live = inside
+        if SHARE:
+            live = inside & (tl.load(index + token * TOP_K + j) >= 0)
         for part in tl.static_range(PARTS):
             row = part * pairs + token * TOP_K + j
-            one += tl.load(y + row * DIM + column, mask=inside, other=0.0).to(tl.float32)
+            one += tl.load(y + row * DIM + column, mask=live, other=0.0).to(tl.float32)
         acc += tl.load(weights + token * TOP_K + j).to(tl.float32) * one.to(kind).to(tl.float32)
     if ADD:
         acc = acc.to(kind).to(tl.float32)
@@ -365,16 +368,18 @@ def product(
     return out
 
 
-def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: bool = False) -> Tensor:
-    """y [T * k, dim] or float32 [parts, T * k, dim] -> [T, dim] of the dtype of `stream`."""
+def combine(
+    y: Tensor, weights: Tensor, stream: Tensor | None = None, *, index: Tensor | None = None, early: bool = False
+) -> Tensor:
+    """As moe.combine, of y [T * k, dim] or float32 [parts, T * k, dim]: [T, dim] of the dtype of `stream`."""
     if y.dim() == 2:
-        return moe.combine(y, weights, stream, early=early)
+        return moe.combine(y, weights, stream, index=index, early=early)
     (tokens, top_k), (parts, pairs, dim) = weights.shape, y.shape
     out = torch.empty((tokens, dim), dtype=torch.bfloat16, device=y.device)
     block = 256
     _combine_kernel[(tokens, cdiv(dim, block))](
-        y, weights, stream, out, pairs, DIM=dim, TOP_K=top_k, PARTS=parts, ADD=stream is not None, BLOCK=block,
-        EARLY=early, num_warps=1, **({"launch_pdl": True} if early else {}),
+        y, weights, index, stream, out, pairs, DIM=dim, TOP_K=top_k, PARTS=parts, SHARE=index is not None,
+        ADD=stream is not None, BLOCK=block, EARLY=early, num_warps=1, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
@@ -398,23 +403,23 @@ def configs_of(tokens: int, pairs: int, experts: int) -> tuple[MxConfig, MxConfi
 
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: MxCodes, w2: MxCodes, *, b1: Tensor | None, b2: Tensor | None,
-    act: tuple[int, float, float], stream: Tensor | None = None, early: bool = False,
+    act: tuple[int, float, float], stream: Tensor | None = None, all_experts: int = 0, early: bool = False,
     configs: tuple[MxConfig, MxConfig] | None = None, direct: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """As moe.run_experts; `act`: SILU or CLAMPED, alpha, limit. `direct`: whether tile i is pair i, by default if there
     are few tokens."""
     (tokens, top_k), pairs = index.shape, index.numel()
-    experts = w1.codes.shape[0]
+    experts, share = w1.codes.shape[0], all_experts > 0
     if not tokens:
         return torch.empty_like(x)
-    first, second = configs or configs_of(tokens, pairs, experts)
+    first, second = configs or configs_of(tokens, pairs, all_experts or experts)
     if tokens <= FEW_TOKENS if direct is None else direct:
         tiles = moe.ExpertTiles(index, index, index, index, direct=True)
     else:
-        tiles = moe.sort_pairs(index, experts, first.bm, early=early)
+        tiles = moe.sort_pairs(index, experts, first.bm, share=share, early=early)
     h = product(x, w1, b1, tiles, top_k, first, pairs=pairs, first=True, act=act, early=early)
     y = product(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs=pairs, first=False, early=early)
-    return combine(y, weights, stream, early=early)
+    return combine(y, weights, stream, index=index if share else None, early=early)
 
 
 def add_forms(table: FormTable, codes: dict[Callable, int], fits: Fits, *, early: bool) -> None:
@@ -431,15 +436,17 @@ def add_forms(table: FormTable, codes: dict[Callable, int], fits: Fits, *, early
         def run(
             x: Tensor, weights: Tensor, index: Tensor, up: ExpertCodes | MxCodes | Tensor,
             down: ExpertCodes | MxCodes | Tensor, *, b1: Tensor | None, b2: Tensor | None,
-            act: Callable[[Tensor], Tensor], stream: Tensor | None = None, **rest: Any,
+            act: Callable[[Tensor], Tensor], stream: Tensor | None = None, all_experts: int = 0, **rest: Any,
         ) -> Tensor:  # fmt: skip
             if not isinstance(up, MxCodes) or not isinstance(down, MxCodes):
-                return otherwise(x, weights, index, up, down, b1=b1, b2=b2, act=act, stream=stream, **rest)
+                rest |= {"stream": stream, "all_experts": all_experts}
+                return otherwise(x, weights, index, up, down, b1=b1, b2=b2, act=act, **rest)
             known = moe.fused_act(act, codes)
             assert known is not None  # as multiplies_mx has it
             return run_experts(
                 x.contiguous(), weights.contiguous(), index.to(torch.int32).contiguous(), up, down, b1=b1, b2=b2,
-                act=known, stream=None if stream is None else stream.contiguous(), early=early,
+                act=known, stream=None if stream is None else stream.contiguous(), all_experts=all_experts,
+                early=early,
             )  # fmt: skip
 
         return run
