@@ -8,7 +8,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from quire.attention.context_ranks import divide, own_part, own_slots
+from quire.attention.context_exchange import own_slots
+from quire.attention.context_ranks import divide, own_part
 from tests.attention_case import Case, CodedCase
 
 

@@ -8,7 +8,7 @@ j // share of the row's table, at offset j % share. All of them need the result 
 
 Partial results are weighed and summed where their heads are (all-gather of weights, reduce-scatter), or exchanged
 (all-to-all) and merged there. On CPU: plain torch over the caches of CpuAttention; a step's indices are made once, as
-there. On GPUs: triton_context.py. Must not know: models, requests, how ranks talk.
+there. On GPUs: triton_context.py. Both: context_exchange.py. Must not know: models, requests, how ranks talk.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.attention.context_exchange import all_heads, merged, own_slots
 from quire.attention.cpu import CpuAttention, CpuCache
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
-from quire.ops.attention import by_distance, merge_attention, partial_attention
+from quire.ops.attention import by_distance, partial_attention
 from quire.quant.shard import ContextRanks
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
@@ -164,37 +165,6 @@ class SharedContextPlan:
             hidden |= part.padding[:, None]
         bias = torch.zeros(gap.shape)[:, None] if slopes is None else by_distance(slopes, gap).transpose(0, 1)
         return bias.masked_fill(hidden[:, None], float("-inf"))
-
-
-def own_slots(slots: Tensor, block_size: int, ranks: ContextRanks) -> Tensor:
-    """Slots of the scheduler's blocks -> those of this rank's share of them; -1: it does not keep the token."""
-    blocks, offsets = slots // block_size, slots % block_size
-    turns, places = offsets // ranks.interleave, offsets % ranks.interleave
-    own = blocks * (block_size // ranks.size) + turns // ranks.size * ranks.interleave + places
-    return torch.where((slots >= 0) & (turns % ranks.size == ranks.rank), own, -1)
-
-
-def all_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
-    """x [own heads, ..] -> those of all ranks."""
-    return ranks.gather(x.contiguous()).flatten(0, 1)
-
-
-def merged(out: Tensor, totals: Tensor, heads: int, ranks: ContextRanks, sinks: Tensor | None) -> Tensor:
-    """Of all ranks' heads over this rank's keys, `out` [Hq, T, Dv] and `totals` [Hq, T] as `partial_attention` has
-    them -> of this rank's `heads`, over all keys. `out` is used up."""
-    shape = (ranks.size, heads)
-    if ranks.by_exchange:
-        parts = ranks.exchange(torch.cat((out, totals[..., None]), -1).unflatten(0, shape))
-        whole, weight = merge_attention(parts[..., :-1], parts[..., -1])
-    else:
-        total = ranks.gather(totals.contiguous()).logsumexp(0)
-        weights = (totals - total.clamp(min=torch.finfo(torch.float32).min)).exp_()
-        whole = ranks.scatter(out.mul_(weights[..., None]).unflatten(0, shape))  # as large as all heads' results
-        weight = total[ranks.rank * heads : (ranks.rank + 1) * heads]
-    if sinks is None:
-        return whole
-    # a key without a value, that no rank keeps
-    return whole * torch.sigmoid(weight - sinks.float()[:, None])[..., None]
 
 
 class DividedCpuAttention:

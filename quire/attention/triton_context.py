@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.context_ranks import all_heads, merged, own_slots
+from quire.attention.context_exchange import all_heads, merged, own_slots
 from quire.attention.triton import TritonAttention, TritonPlan, WorkListKey
 from quire.attention.triton_cache import TritonCache, write_kv
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache

@@ -93,6 +93,8 @@ def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str
     model, scheduler, parallel = config.model_config, config.scheduler_config, config.parallel_config
     gpu, lora, stages = find_gpu(), config.lora_config, parallel.pipeline_parallel_size
     contexts = [parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size]
+    engines, copies = parallel.data_parallel_size, parallel.eplb_config.num_redundant_experts
+    divides = parallel.enable_expert_parallel and max(num_workers, engines) > 1
     return {
         "gpu": "" if gpu is None else gpu.name,
         "model": model.hf_config,
@@ -111,5 +113,6 @@ def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str
         **({"both_cut": True} if lora is not None and lora.fully_sharded_loras and num_workers > 1 else {}),
         **({"rank": rank, "ranks": num_workers} if num_workers > 1 else {}),
         **({"contexts": contexts} if contexts[0] > 1 else {}),
+        **({"whole_experts": [engines, copies]} if divides else {}),
         **({"stages": stages, "layers": env.PP_LAYER_PARTITION.get()} if stages > 1 else {}),
     }

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 pytest.importorskip("tests.interpreted")
 
 import quire.attention.triton as attention
-from quire.attention.context_ranks import own_slots
+from quire.attention.context_exchange import own_slots
 from quire.attention.state import WithStates
 from quire.attention.triton import TileSet, TritonAttention
 from quire.attention.triton_context import DividedTritonAttention

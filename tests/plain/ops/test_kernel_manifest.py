@@ -30,7 +30,7 @@ def test_what_is_written_is_found_again(tmp_path: Path) -> None:
     assert [path.suffix for path in first.path.parent.iterdir()] == [".json"]
 
 
-def test_weights_in_another_form_and_divided_contexts_have_lists_of_their_own(tmp_path: Path) -> None:
+def test_weights_in_another_form_and_divided_contexts_or_experts_have_lists_of_their_own(tmp_path: Path) -> None:
     """Else the second start of two that differ in these would compile its kernels one after another."""
     about = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
@@ -47,7 +47,11 @@ def test_weights_in_another_form_and_divided_contexts_have_lists_of_their_own(tm
     ]
     size, interleave = "parallel_config.decode_context_parallel_size", "parallel_config.cp_kv_cache_interleave_size"
     each += [replace(config, **{size: ranks, interleave: run}) for ranks, run in ((2, 1), (4, 1), (2, 16))]
+    whole, copies = "parallel_config.enable_expert_parallel", "parallel_config.eplb_config.num_redundant_experts"
+    each += [replace(config, **{whole: True, "parallel_config.data_parallel_size": 2, copies: n}) for n in (0, 2)]
     assert len({Manifest(about_kernels(one), str(tmp_path)).path for one in each}) == len(each)
+    ranks = [about_kernels(replace(config, **{whole: is_whole}), 1, 2) for is_whole in (False, True)]
+    assert ranks[0] != ranks[1] and about_kernels(replace(config, **{whole: True})) == about_kernels(config)
     elsewhere = replace(config, **{"model_config.path": "another/folder"})
     assert about_kernels(elsewhere) == about_kernels(config)
 
