@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.checkpoint.limits import INT32, check_config, shown
-from quire.checkpoint.media import both_ways_of, encoder_reads_text, modalities_of
+from quire.checkpoint.media import ITEMS, both_ways_of, encoder_reads_text, modalities_of
 from quire.schema.errors import CheckpointError
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
@@ -66,6 +66,11 @@ class ModelFacts:
     is_multimodal: bool = False
     modalities: tuple[str, ...] = ()  # of media that the model takes
     both_ways: str = ""  # what attends to itself in both directions: "item", "items", "prompt" (checkpoint/media.py)
+
+    @property
+    def joins_media(self) -> bool:
+        """All media items of a prompt attend to each other."""
+        return self.both_ways == ITEMS
 
     @property
     def all_windowed(self) -> bool:

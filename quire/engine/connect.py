@@ -122,8 +122,8 @@ def _several(
     from quire.engine.several import SeveralEngines  # lazy
     from quire.sched.router import ROUTERS  # lazy
 
-    parallel = config.parallel_config
-    router = ROUTERS[parallel.data_parallel_routing](len(members), counts)
+    parallel, joins_media = config.parallel_config, config.model_config.facts.joins_media
+    router = ROUTERS[parallel.data_parallel_routing](len(members), counts, joins_media=joins_media)
     several: SeveralEngines = SeveralEngines(
         members, parallel.engine_ranks, router, started_here=counts is None, together=parallel.experts_span_engines
     )

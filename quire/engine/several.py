@@ -239,7 +239,7 @@ class _Merged:
                 raise EngineDeadError(self.dead.reason if self.dead is not None else "no engine is left")
             if requested is not None and requested not in router.living:
                 raise EngineDeadError(self.reasons[self._ranks[requested]])
-            place = router.choose(first.prompt_token_ids, first.cache_salt or "") if requested is None else requested
+            place = router.choose(first) if requested is None else requested
             if not router.unfinished[place]:
                 self._since[place] = now()
             for request in requests:

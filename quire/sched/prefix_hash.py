@@ -11,17 +11,20 @@ seed):
           loads, the offset
   CBOR (names ending in _cbor): the deterministic encoding (RFC 8949 4.2.1) of [hash[i-1], [token ids], extra], where
           extra is null or a list of [letter, text] and, but for salt, [letter, text, number]
-The list of a request grows and is never computed again. Must not know: blocks, groups, or what a hit is.
+The list of a request grows and is never computed again. A router of several engines names the beginnings of prompts in
+the same way (router.py). Must not know: blocks, groups, or what a hit is.
 """
 
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from hashlib import blake2b, sha256
 
 from quire.base.registry import load
 from quire.schema.errors import ConfigError, MissingExtraError
+from quire.schema.media import MediaItem
 from quire.schema.messages import EngineRequest
 
 Digest = Callable[[bytes], bytes]
@@ -69,10 +72,17 @@ def extra_keys(request: EngineRequest, start: int, size: int) -> list[Extra]:
         if request.lora_id or request.lora_name is not None:
             name = request.lora_name if request.lora_name is not None else f"#{request.lora_id}"
             keys.append(("l", name, request.lora_generation))
-    for item in request.media:
-        if item.offset < start + size and start < item.offset + item.length:
-            keys.append(("m", item.key, item.offset - start))
+    media = request.media
+    for place in range(bisect_right(media, start, key=_end), len(media)):
+        item = media[place]
+        if item.offset >= start + size:
+            break
+        keys.append(("m", item.key, item.offset - start))
     return keys
+
+
+def _end(item: MediaItem) -> int:
+    return item.offset + item.length
 
 
 def _joined_key(request: EngineRequest, start: int) -> Extra:

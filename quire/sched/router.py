@@ -2,19 +2,20 @@
 
 A router sees what a front of several engines sees: prompts on their way in and requests that end. It asks no engine for
 anything. `assign` picks an engine and counts the request to it, `finish` takes it off, `lose` gives up a dead engine.
-One thread calls it at a time.
+One thread calls it at a time. Beginnings of prompts are told apart as the prefix cache tells its blocks apart
+(prefix_hash.py): by tokens, cache salt, adapter and media items.
 Must not know: engines, sockets, blocks; what an engine has really cached may differ from what is expected here.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
+from quire.sched.prefix_hash import BlockHasher
 from quire.schema.errors import ConfigError
+from quire.schema.messages import EngineRequest
 
 PIECE = 64  # tokens: prefixes are told apart at multiples of this
 MOST_PIECES = 1 << 18  # that are remembered, the latest used
@@ -32,8 +33,8 @@ class Counts(Protocol):
 class Router:
     """Round robin, and the count of unfinished requests that other kinds choose by. A lost engine is never chosen."""
 
-    def __init__(self, num_engines: int, shared: Counts | None = None) -> None:
-        """`shared`: with the counts of other routers; None: there are no others."""
+    def __init__(self, num_engines: int, shared: Counts | None = None, *, joins_media: bool = False) -> None:
+        """`shared`: with the counts of other routers; None: there are no others. `joins_media`: as of BlockHasher."""
         if num_engines < 1:
             raise ConfigError(f"a router needs at least one engine, got {num_engines}")
         self.unfinished = [0] * num_engines
@@ -42,10 +43,10 @@ class Router:
         self._engine_of: dict[str, int] = {}
         self._next = 0
 
-    def assign(self, request_id: str, prompt_token_ids: Sequence[int], salt: str = "") -> int:
-        """The engine for this request. `salt` keeps prefixes of different owners apart (cache_salt)."""
-        engine = self.choose(prompt_token_ids, salt)
-        self.place(request_id, engine)
+    def assign(self, request: EngineRequest) -> int:
+        """The engine for this request."""
+        engine = self.choose(request)
+        self.place(request.request_id, engine)
         return engine
 
     def place(self, request_id: str, engine: int) -> None:
@@ -72,7 +73,7 @@ class Router:
             self.finish(request_id)
         return ids
 
-    def choose(self, prompt_token_ids: Sequence[int], salt: str) -> int:
+    def choose(self, request: EngineRequest) -> int:
         """One of the living, of which there must be some."""
         first, number = self._next, len(self.unfinished)
         return self._took(min(self.living, key=lambda engine: (engine - first) % number))
@@ -93,7 +94,7 @@ class Router:
 class LeastLoaded(Router):
     """The engine with the fewest unfinished requests; among equals, in turn."""
 
-    def choose(self, prompt_token_ids: Sequence[int], salt: str) -> int:
+    def choose(self, request: EngineRequest) -> int:
         return self._least(self._loads())
 
     def _least(self, loads: Sequence[int]) -> int:
@@ -107,12 +108,13 @@ class PrefixAware(LeastLoaded):
     MOST_LOAD = 1.5  # times the mean
     SLACK = 4  # requests more than that
 
-    def __init__(self, num_engines: int, shared: Counts | None = None) -> None:
+    def __init__(self, num_engines: int, shared: Counts | None = None, *, joins_media: bool = False) -> None:
         super().__init__(num_engines, shared)
+        self._hasher = BlockHasher("blake2b", PIECE, joins_media=joins_media)
         self._engine_of_piece: OrderedDict[bytes, int] = OrderedDict()  # hash of a beginning -> engine sent to last
 
-    def choose(self, prompt_token_ids: Sequence[int], salt: str) -> int:
-        hashes, loads = self._hashes(prompt_token_ids, salt), self._loads()
+    def choose(self, request: EngineRequest) -> int:
+        hashes, loads = self._hashes(request), self._loads()
         engine = self._longest(hashes)
         mean = sum(loads[living] for living in self.living) / len(self.living)
         if engine is None or loads[engine] > self.MOST_LOAD * mean + self.SLACK:
@@ -136,15 +138,11 @@ class PrefixAware(LeastLoaded):
                 return engine
         return None
 
-    @staticmethod
-    def _hashes(prompt_token_ids: Sequence[int], salt: str) -> list[bytes]:
+    def _hashes(self, request: EngineRequest) -> list[bytes]:
         """Of the beginnings of 1, 2, ... pieces. The last token is always computed, so it is no part of them."""
-        upto = min((len(prompt_token_ids) - 1) // PIECE, MOST_LOOKED_AT) * PIECE
-        chain, hashes = hashlib.blake2b(salt.encode(), digest_size=16).digest(), []
-        for first in range(0, upto, PIECE):
-            tokens = array("q", prompt_token_ids[first : first + PIECE]).tobytes()
-            chain = hashlib.blake2b(chain + tokens, digest_size=16).digest()
-            hashes.append(chain)
+        prompt, hashes = request.prompt_token_ids, list[bytes]()
+        upto = min(len(prompt) - 1, MOST_LOOKED_AT * PIECE)
+        self._hasher.extend(hashes, prompt, upto, request)
         return hashes
 
 

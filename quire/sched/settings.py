@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.base import env
-from quire.checkpoint.media import ITEMS
 from quire.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class SchedulerSettings:
             events=events is not None and events.publishes,
             encoder_tokens=_encoder_tokens(config, max_model_len),
             whole_media=options.disable_chunked_mm_input or bool(config.model_config.facts.both_ways),
-            joined_media=config.model_config.facts.both_ways == ITEMS,
+            joined_media=config.model_config.facts.joins_media,
             max_loras=0 if lora is None else lora.max_loras,
             max_cpu_loras=0 if lora is None else lora.max_cpu_loras or lora.max_loras,
         )

@@ -118,10 +118,10 @@ class Fleet:
         """It comes to the fleet."""
         name, request = str(number), self.records[number].request
         prompt = _prompt(request, number)
-        index = self.router.assign(name, prompt)
         submitted = EngineRequest(
             request_id=name, prompt_token_ids=prompt, params=_PARAMS, seed=0, max_tokens=request.output_tokens
         )
+        index = self.router.assign(submitted)
         self.fronts[index].accept(now, partial(self._submit, index, submitted), connects=connects)
 
     def _submit(self, index: int, request: EngineRequest, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -11,19 +12,24 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.base import env
+from quire.checkpoint.media import ITEMS
 from quire.config import EngineArgs
+from quire.config.engine import replace
+from quire.engine import connect
 from quire.engine import several as several_engines
 from quire.engine.client import InProcessClient
 from quire.engine.connect import make_client
 from quire.engine.pulse import Pulse
 from quire.engine.several import SeveralEngines
 from quire.engine.shared_counts import SharedCounts
-from quire.sched.router import ROUTERS, LeastLoaded
+from quire.sched.router import ROUTERS, LeastLoaded, PrefixAware
 from quire.schema.errors import PEERS_LOST, CheckpointError, ConfigError, EngineDeadError, InputError
+from quire.schema.media import MediaItem
 from quire.schema.messages import EngineOutput, EngineReady, EngineRequest, FinishReason, Outputs
 from quire.schema.params import ResolvedParams
 from tests.fake_engine import EOS, ids_of, use_fake, write_model
@@ -147,6 +153,24 @@ def test_siblings_go_together_and_a_wish_is_followed() -> None:
     for name in ("b", "c"):
         assert client.place([request(name)], rank=place) == place
     assert unfinished(client)[place] == 4 and client.place([request("d")]) != place
+
+
+def test_routing_by_prefix_looks_at_adapters_salts_and_media() -> None:
+    """Equal tokens of three pieces: only what is cached under the same keys leads to the same engine."""
+
+    def kinds(name: str) -> list[EngineRequest]:
+        one = request(name, "x" * 200)
+        images = [MediaItem(modality="image", key=key, offset=2, length=150) for key in ("cat", "dog")]
+        changes: list[dict[str, Any]] = [
+            {}, {"cache_salt": "s"}, {"lora_id": 1, "lora_name": "a"}, {"lora_id": 2, "lora_name": "b"},
+            *({"media": (image,)} for image in images),
+        ]  # fmt: skip
+        return [msgspec.structs.replace(one, request_id=f"{name} {i}", **change) for i, change in enumerate(changes)]
+
+    client, _, _ = several(6, "prefix-aware")
+    first = [client.place([one]) for one in kinds("first")]
+    assert sorted(first) == list(range(6))
+    assert [client.place([one]) for one in kinds("second")] == first
 
 
 def test_an_engine_that_dies_fails_its_own_requests_only() -> None:
@@ -311,7 +335,7 @@ def test_counts_of_processes_add_up_and_a_row_can_be_cleared(tmp_path: Path) -> 
     rows[1].add(2, 5)
     assert rows[0].read() == rows[1].read() == [2, 0, 5]
     routers = [LeastLoaded(3, row) for row in rows]
-    assert routers[0].assign("a", ()) == 1
+    assert routers[0].assign(request("a")) == 1
     SharedCounts(str(tmp_path), num_engines=3, num_rows=3, row=2)  # the process that takes the place of the second
     assert rows[0].read() == [1, 1, 0]
 
@@ -381,6 +405,16 @@ def test_several_engines_need_processes(options: dict[str, Any], monkeypatch: py
     env.forget_all()
     with pytest.raises(ConfigError, match="need processes of their own"):
         make_client(EngineArgs(**options).create_engine_config(), own_process=False)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_router_knows_whether_items_attend_to_each_other(joins: bool, options: dict[str, Any]) -> None:
+    config = EngineArgs(**options, data_parallel_routing="prefix-aware").create_engine_config()
+    facts = dataclasses.replace(config.model_config.facts, both_ways=ITEMS if joins else "")
+    members = [FakeMember(), FakeMember()]
+    client = connect._several(replace(config, **{"model_config.facts": facts}), members)
+    router = client._merged._router
+    assert isinstance(router, PrefixAware) and router._hasher.joins_media is joins
 
 
 def test_routing_by_prefix_raises_the_hit_rate(options: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from quire.checkpoint.facts import ModelFacts
+from quire.checkpoint.media import ITEMS
 from quire.sched.gates import SKIP, ChunkLimit, Gate, Hold, Holds, TokenBudget
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
@@ -417,7 +419,7 @@ def test_from_config_reads_every_option(device: str) -> None:
             max_num_queued_tokens=12, inter_token_latency_goal_ms=25.0, encoder_cache_size=99,
             disable_chunked_mm_input=True,
         ),
-        model_config=Names(takes_media=device == "cpu", is_encoder_decoder=False, facts=Names(both_ways="items")),
+        model_config=Names(takes_media=device == "cpu", is_encoder_decoder=False, facts=ModelFacts(both_ways=ITEMS)),
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
         kv_events_config=Names(publishes=True),
         lora_config=Names(max_loras=3, max_cpu_loras=5), num_speculative_tokens=4,
