@@ -116,7 +116,8 @@ def awq(size: int) -> Form:
 
 
 def auto_round(form: Form, packing: str) -> Form:
-    return replace(form, config={**form.config, "quant_method": "auto-round", "packing_format": packing})
+    config = {key: value for key, value in form.config.items() if key != "checkpoint_format"}
+    return replace(form, config={**config, "quant_method": "auto-round", "packing_format": packing})
 
 
 def blocks_of(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,18 @@ from quire.quant.coded import AffineCodes, FloatCodes
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from tests.engine.test_quantized_formats import FORMS, QUARK_MX4, error_to
 from tests.exporters import ao_float8, ao_int4, ao_integers, ao_tiles, hqq
-from tests.quantized import Form, awq, compressed, gptq, packed_ints, save_again, small_floats, static, write, write_files
+from tests.quantized import (
+    Form,
+    awq,
+    compressed,
+    gptq,
+    packed_ints,
+    save_again,
+    small_floats,
+    static,
+    write,
+    write_files,
+)
 from tests.tiny_models import write_tiny
 
 GPTQ = gptq(4, 32, True)
@@ -307,6 +318,28 @@ def test_a_group_size_that_does_not_divide(tmp_path):
     write_files(tmp_path, "LlamaForCausalLM", Form({**GPTQ.config, "group_size": 40}, GPTQ.write), num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=r"group size 40 does not divide the (64|96) columns of 'model\.layers"):
         load(tmp_path)
+
+
+def test_activations_with_scales_are_refused(tmp_path):
+    def tamper(tensors):
+        tensors["model.layers.0.mlp.act.scales"] = torch.ones(96, dtype=torch.float16)
+
+    write_files(tmp_path, "LlamaForCausalLM", awq(32), tamper=tamper, num_hidden_layers=2)
+    with pytest.raises(NotBuiltError, match=r"'model.layers.0.mlp.act.scales' scales an activation .* not built"):
+        load(tmp_path)
+
+
+def test_auto_round_with_patterns_of_names(tmp_path):
+    """Down projections in 8 bits and other groups."""
+    four, eight = gptq(4, 32, True), gptq(8, 48, False)
+    rules = {r"(mlp|other)\.down_proj": {"bits": 8, "group_size": 48, "sym": False}}
+    config = {**four.config, "quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"}
+    form = Form(
+        {**config, "extra_config": rules},
+        lambda weight: (eight if weight.shape[1] == 96 else four).write(weight),
+    )
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    assert error_to(load(tmp_path), hf) < 1e-4
 
 
 def test_a_configuration_without_codes(tmp_path):
