@@ -8,7 +8,7 @@ tensors say so (loader/formats). Must not know: tensors, options, devices.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,6 +81,7 @@ class Quantization:
     static_inputs: bool = False  # inputs are rounded with a scale of the file
     input_form: str = "none"  # what inputs are rounded to: none | fp8 | fp4 | int8
     schemes: tuple[Mapping[str, Any], ...] = field(default=())  # as config_groups of compressed-tensors
+    rows_in_turn: bool = False  # of gate and up, where one tensor holds both
 
     def numbers_of(self, module: str) -> CodeNumbers:
         for pattern, numbers in self.rules:
@@ -147,7 +148,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         )
     if name in _AUTO_ROUND:
         family = _auto_round_family(_packing(settings))
-    return _READERS[family](name, settings)
+    in_turn = any(part.get("model_type") == "gpt_oss" for part in _parts(config))
+    return replace(_READERS[family](name, settings), rows_in_turn=in_turn)
 
 
 def has_fp8_cache(config: Mapping[str, Any]) -> bool:

@@ -64,6 +64,7 @@ from tests.quantized import (
     static,
     write,
     write_gpt_oss,
+    write_gpt_oss_stacked,
     write_stacked,
 )  # fmt: skip
 
@@ -634,6 +635,32 @@ def test_gpt_oss_every_tensor_counts(tmp_path, ending):
         tensors[name] = tensors[name].roll(1, 1)
 
     hf = write_gpt_oss(tmp_path, tamper=tamper)
+    assert error_to(load(tmp_path)[1], hf) > 20 * TOLERANCE
+
+
+ONE_SCALE, NVFP4 = {"weight": "", "weight_scale": "_weight_scale"}, FORMS["modelopt-nvfp4"][0]
+GPT_OSS = {
+    "fp8": (Form(modelopt("FP8"), small_floats(0, 0, E4M3, "weight_scale", shape=())), ONE_SCALE),
+    "fp8-rows": (Form(fp8(), small_floats(1, 0, E4M3, "weight_scale")), ONE_SCALE),
+    "fp8-blocks": (Form(fp8(weight_block_size=[24, 40]), small_floats(24, 40, E4M3, "weight_scale")), ONE_SCALE),
+    "nvfp4": (NVFP4, {**ONE_SCALE, "weight_scale_2": "_weight_scale_2"}),
+}
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+@pytest.mark.parametrize("name", GPT_OSS)
+def test_gpt_oss_in_one_tensor_for_each_side(tmp_path, monkeypatch, name, inputs_first):
+    """Rows of gate and up take turns, as in its MXFP4; halves one after the other would be another model."""
+    form, endings = GPT_OSS[name]
+    hf = write_gpt_oss_stacked(tmp_path, form, endings, inputs_first=inputs_first)
+    _, decoded = load(tmp_path)
+    assert error_to(decoded, hf) < TOLERANCE
+    if kernels() is not None:
+        worst, packed = largest_error(decoded, load(tmp_path, quantization=form.config["quant_method"])[1])
+        assert packed > 20_000 and worst <= ROUNDED * 1.01
+    monkeypatch.setattr(
+        "quire.loader.load.read_quantization", lambda config: replace(read_quantization(config), rows_in_turn=False)
+    )
     assert error_to(load(tmp_path)[1], hf) > 20 * TOLERANCE
 
 
