@@ -76,7 +76,7 @@ class Quantization:
     zeros_from_one: bool = False  # stored zero points are one too small (GPTQ's first version)
     rules: tuple[tuple[str, CodeNumbers | None], ...] = ()  # (pattern of a module's name, its numbers; None: plain)
     named: Mapping[str, CodeNumbers] = field(default_factory=dict)  # by module
-    found: tuple[tuple[str, CodeNumbers], ...] = ()  # (pattern of any part of a module's name, its numbers)
+    patterns: tuple[tuple[str, CodeNumbers], ...] = ()  # (pattern of any part of a module's name, its numbers)
     block: tuple[int, int] | None = None  # rows and columns that share a scale
     static_inputs: bool = False  # inputs are rounded with a scale of the file
     input_form: str = "none"  # what inputs are rounded to: none | fp8 | fp4 | int8
@@ -89,7 +89,7 @@ class Quantization:
                 return numbers
         if (own := self.named.get(module)) is not None:
             return own
-        return next((numbers for pattern, numbers in self.found if finds_pattern(pattern, module)), self.codes)
+        return next((numbers for pattern, numbers in self.patterns if finds_pattern(pattern, module)), self.codes)
 
 
 def add_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -250,11 +250,11 @@ def _gptq(name: str, settings: Mapping[str, Any]) -> Quantization:
         )
     codes = _codes("gptq", settings)
     rules = _dynamic_rules(settings.get("dynamic"), codes)
-    named, found = _named(settings.get("extra_config"), codes)
+    named, patterns = _named(settings.get("extra_config"), codes)
     v1 = form == "gptq" and name != "gptq_v2"
     if name in _AUTO_ROUND and _ZEROS_AS_THEY_ARE.fullmatch(_packing(settings)):
         v1 = False
-    return Quantization(name, "gptq", codes, zeros_from_one=v1, rules=rules, named=named, found=found)
+    return Quantization(name, "gptq", codes, zeros_from_one=v1, rules=rules, named=named, patterns=patterns)
 
 
 def _awq(name: str, settings: Mapping[str, Any]) -> Quantization:
@@ -265,8 +265,8 @@ def _awq(name: str, settings: Mapping[str, Any]) -> Quantization:
                 f"AWQ checkpoints of {key} {version!r} are not built; gemm is", param="quantization", value=version
             )
     codes = _codes("awq", settings, CodeNumbers(symmetric=False))
-    named, found = _named(settings.get("extra_config"), codes, "awq")
-    return Quantization(name, "awq", codes, named=named, found=found)
+    named, patterns = _named(settings.get("extra_config"), codes, "awq")
+    return Quantization(name, "awq", codes, named=named, patterns=patterns)
 
 
 def _dynamic_rules(settings: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNumbers | None], ...]:
@@ -278,12 +278,12 @@ def _dynamic_rules(settings: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNu
     return tuple(rules)
 
 
-_Found = tuple[tuple[str, CodeNumbers], ...]
+_ByPattern = tuple[tuple[str, CodeNumbers], ...]
 
 
-def _named(settings: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[dict[str, CodeNumbers], _Found]:
+def _named(settings: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[dict[str, CodeNumbers], _ByPattern]:
     """AutoRound: the numbers of modules by their names, and by patterns of them; 16 bits are plain."""
-    named, found = {}, []
+    named, patterns = {}, []
     for module, changes in _mapping("extra_config", settings).items():
         inner = _mapping(f"extra_config {module}", changes)
         if isinstance(inner.get("bits"), int) and inner["bits"] >= 16:
@@ -292,8 +292,8 @@ def _named(settings: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[dic
         if _PATTERN_SIGNS.isdisjoint(module):
             named[module] = numbers
         else:
-            found.append((_pattern(module), numbers))
-    return named, tuple(found)
+            patterns.append((_pattern(module), numbers))
+    return named, tuple(patterns)
 
 
 def _mapping(what: str, settings: Any) -> Mapping[str, Any]:
