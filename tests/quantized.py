@@ -116,7 +116,8 @@ def awq(size: int) -> Form:
 
 
 def auto_round(form: Form, packing: str) -> Form:
-    return replace(form, config={**form.config, "quant_method": "auto-round", "packing_format": packing})
+    config = {key: value for key, value in form.config.items() if key != "checkpoint_format"}
+    return replace(form, config={**config, "quant_method": "auto-round", "packing_format": packing})
 
 
 def blocks_of(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -349,6 +350,23 @@ def write_gpt_oss(folder: Path, *, tamper: Any = None, **sizes: Any):
         coded[f"{name}_scales"] = torch.stack([one["weight_scale"] for one, _ in made])
         means[name] = torch.stack([numbers.t() for _, numbers in made])
     return finish(folder, Form({"quant_method": "mxfp4", "modules_to_not_convert": []}, mx4), coded, means, tamper)
+
+
+def write_gpt_oss_stacked(folder: Path, form: Form, endings: dict[str, str], *, inputs_first: bool):
+    """All experts of a layer in one tensor for each side, rows of gate and up in turn; `endings`: as write_stacked."""
+    write_tiny("GptOssForCausalLM", folder)
+    coded, means = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not re.search(r"experts\.(gate_up|down)_proj$", name):
+            coded[name] = means[name] = tensor
+            continue
+        made = [form.write(expert.t().float()) for expert in tensor]  # the file has [experts, width, rows]
+        for ending, stored in endings.items():
+            whole = torch.stack([one[ending] for one, _ in made])
+            turned = inputs_first and whole.dim() == 3
+            coded[name + stored] = (whole.transpose(1, 2) if turned else whole).contiguous()
+        means[name] = torch.stack([numbers.t() for _, numbers in made])
+    return finish(folder, form, coded, means)
 
 
 def write_stacked(

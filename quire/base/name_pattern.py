@@ -46,6 +46,10 @@ class NamePattern:
         """Whether it matches the beginning of the name. ValueError: that would take too many steps."""
         return bool(_Walk(name).through(self._steps, 1))
 
+    def found_in(self, name: str) -> bool:
+        """As re.search. ValueError: that would take too many steps."""
+        return bool(_Walk(name).through(self._steps, (1 << len(name) + 1) - 1))
+
 
 class _Walk:
     """Through one name. Bit i of a set is the place before character i; the last is the end."""

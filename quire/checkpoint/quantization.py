@@ -8,7 +8,7 @@ tensors say so (loader/formats). Must not know: tensors, options, devices.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from quire.base.name_pattern import NamePattern
 
 KEY = "quantization_config"
+_AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round", "inc")  # whose packing says which family it is
 FAMILIES = {  # names that checkpoints and options use -> the family whose tensors are read
-    **dict.fromkeys(
-        ("gptq", "gptqmodel", "gptq_marlin", "gptq_bitblas", "gptq_v2", "auto-round", "auto_round", "inc"), "gptq"
-    ),
+    **dict.fromkeys(("gptq", "gptqmodel", "gptq_marlin", "gptq_bitblas", "gptq_v2", *_AUTO_ROUND), "gptq"),
     **dict.fromkeys(("awq", "awq_marlin", "awq_gemm"), "awq"),
     **dict.fromkeys(("fp8", "fbgemm_fp8"), "fp8"),
     **dict.fromkeys(("compressed-tensors", "compressed_tensors"), "compressed-tensors"),
@@ -39,8 +38,7 @@ PICKLED = {  # formats whose torch files (.bin, .pt) hold pickled objects -> wha
     "torchao": "torchao as transformers saves it with safe_serialization=True",
 }
 FORMATS = tuple(sorted(set(FAMILIES.values())))
-ANY_OF = {"moe_wna16": ("gptq", "awq"), "cpu_wna16": ("gptq", "awq"), "auto-round": ("gptq", "awq"),
-          "auto_round": ("gptq", "awq"), "inc": ("gptq", "awq")}  # fmt: skip
+ANY_OF = dict.fromkeys(("moe_wna16", "cpu_wna16", *_AUTO_ROUND), ("gptq", "awq"))
 NEAREST = {  # what is refused by name -> what to use instead
     "deepspeedfp": "fp8", "aqlm": "GPTQ with 2 bits", "quip": "GPTQ with 2 bits", "eetq": "bitsandbytes (int8)",
     "quanto": "compressed-tensors", "higgs": "GPTQ or AWQ", "vptq": "GPTQ with 2 bits", "spqr": "GPTQ with 3 bits",
@@ -51,6 +49,10 @@ NEAREST = {  # what is refused by name -> what to use instead
 _LEGACY = ("quantize_config.json", "quant_config.json")  # beside a config.json that says nothing
 _MODELOPT = "hf_quant_config.json"
 _BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
+_KERNELS = "(exllamav2|tritonv2|triton)"  # that AutoRound's packings, in order of GPTQ, were made for
+_ZEROS_AS_THEY_ARE = re.compile(rf"auto[-_]?round(:gptqmodel|:{_KERNELS})?")
+_ZEROS_FROM_ONE = re.compile(rf"(auto[-_]?round:)?(auto_)?gptq(:{_KERNELS})?")
+_PATTERN_SIGNS = frozenset("*+?^$()[]{}|\\")  # which no name of a module has
 _MOST_RULES, _LONGEST_RULE = 4096, 1024
 _PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
                    "mxfp4-pack-quantized", "mixed-precision", "dense")  # fmt: skip
@@ -74,16 +76,20 @@ class Quantization:
     zeros_from_one: bool = False  # stored zero points are one too small (GPTQ's first version)
     rules: tuple[tuple[str, CodeNumbers | None], ...] = ()  # (pattern of a module's name, its numbers; None: plain)
     named: Mapping[str, CodeNumbers] = field(default_factory=dict)  # by module
+    patterns: tuple[tuple[str, CodeNumbers], ...] = ()  # (pattern of any part of a module's name, its numbers)
     block: tuple[int, int] | None = None  # rows and columns that share a scale
     static_inputs: bool = False  # inputs are rounded with a scale of the file
     input_form: str = "none"  # what inputs are rounded to: none | fp8 | fp4 | int8
     schemes: tuple[Mapping[str, Any], ...] = field(default=())  # as config_groups of compressed-tensors
+    rows_in_turn: bool = False  # of gate and up, where one tensor holds both
 
     def numbers_of(self, module: str) -> CodeNumbers:
         for pattern, numbers in self.rules:
             if numbers is not None and matches_pattern(pattern, module):
                 return numbers
-        return self.named.get(module, self.codes)
+        if (own := self.named.get(module)) is not None:
+            return own
+        return next((numbers for pattern, numbers in self.patterns if finds_pattern(pattern, module)), self.codes)
 
 
 def add_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -140,9 +146,10 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             param="quantization",
             value=name,
         )
-    if name in ("auto-round", "auto_round", "inc"):
-        family = _auto_round_family(settings)
-    return _READERS[family](name, settings)
+    if name in _AUTO_ROUND:
+        family = _auto_round_family(_packing(settings))
+    in_turn = any(part.get("model_type") == "gpt_oss" for part in _parts(config))
+    return replace(_READERS[family](name, settings), rows_in_turn=in_turn)
 
 
 def has_fp8_cache(config: Mapping[str, Any]) -> bool:
@@ -178,16 +185,22 @@ def _method_of(settings: Mapping[str, Any]) -> str:
     return "modelopt" if "quant_algo" in settings else ""
 
 
-def _auto_round_family(settings: Mapping[str, Any]) -> str:
-    form = str(settings.get("packing_format") or "auto_round:auto_gptq")
-    if "awq" in form:
+def _packing(settings: Mapping[str, Any]) -> str:
+    """AutoRound's; its first versions name it by the kernel (`backend`) that it is made for."""
+    kernel = str(settings.get("backend") or "auto")
+    return str(settings.get("packing_format") or ("auto_round:auto_gptq" if kernel == "auto" else kernel))
+
+
+def _auto_round_family(packing: str) -> str:
+    if "awq" in packing:
         return "awq"
-    if "gptq" in form:
+    if _ZEROS_FROM_ONE.fullmatch(packing) or _ZEROS_AS_THEY_ARE.fullmatch(packing):
         return "gptq"
     raise NotBuiltError(
-        f"AutoRound's packing_format {form!r} is not built; auto_round:auto_gptq and auto_round:auto_awq are",
+        f"AutoRound's packing_format {packing!r} is not built; auto_round, auto_round:gptqmodel, auto_round:auto_gptq "
+        "and auto_round:auto_awq are",
         param="quantization",
-        value=form,
+        value=packing,
     )
 
 
@@ -229,20 +242,31 @@ def _gptq(name: str, settings: Mapping[str, Any]) -> Quantization:
         raise NotBuiltError(
             f"GPTQ checkpoints of format {form!r} are not built; gptq and gptq_v2 are", param="quantization", value=form
         )
+    if settings.get("is_marlin_format"):
+        raise NotBuiltError(
+            "GPTQ checkpoints in Marlin's own order (is_marlin_format) are not built; GPTQ as exported is",
+            param="quantization",
+            value="marlin",
+        )
     codes = _codes("gptq", settings)
-    rules, named = _dynamic_rules(settings.get("dynamic"), codes), _named(settings.get("extra_config"), codes)
+    rules = _dynamic_rules(settings.get("dynamic"), codes)
+    named, patterns = _named(settings.get("extra_config"), codes)
     v1 = form == "gptq" and name != "gptq_v2"
-    return Quantization(name, "gptq", codes, zeros_from_one=v1, rules=rules, named=named)
+    if name in _AUTO_ROUND and _ZEROS_AS_THEY_ARE.fullmatch(_packing(settings)):
+        v1 = False
+    return Quantization(name, "gptq", codes, zeros_from_one=v1, rules=rules, named=named, patterns=patterns)
 
 
 def _awq(name: str, settings: Mapping[str, Any]) -> Quantization:
-    version = str(settings.get("version") or "gemm").lower()
-    if version != "gemm":
-        raise NotBuiltError(
-            f"AWQ checkpoints of version {version!r} are not built; gemm is", param="quantization", value=version
-        )
+    for key in ("version", "checkpoint_format", "format"):
+        version = str(settings.get(key) or "gemm").lower()
+        if version != "gemm":
+            raise NotBuiltError(
+                f"AWQ checkpoints of {key} {version!r} are not built; gemm is", param="quantization", value=version
+            )
     codes = _codes("awq", settings, CodeNumbers(symmetric=False))
-    return Quantization(name, "awq", codes, named=_named(settings.get("extra_config"), codes, "awq"))
+    named, patterns = _named(settings.get("extra_config"), codes, "awq")
+    return Quantization(name, "awq", codes, named=named, patterns=patterns)
 
 
 def _dynamic_rules(settings: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNumbers | None], ...]:
@@ -254,15 +278,22 @@ def _dynamic_rules(settings: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNu
     return tuple(rules)
 
 
-def _named(settings: Any, codes: CodeNumbers, family: str = "gptq") -> dict[str, CodeNumbers]:
-    """AutoRound: names of modules, and their numbers; 16 bits are plain."""
-    named = {}
+_ByPattern = tuple[tuple[str, CodeNumbers], ...]
+
+
+def _named(settings: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[dict[str, CodeNumbers], _ByPattern]:
+    """AutoRound: the numbers of modules by their names, and by patterns of them; 16 bits are plain."""
+    named, patterns = {}, []
     for module, changes in _mapping("extra_config", settings).items():
         inner = _mapping(f"extra_config {module}", changes)
-        plain = isinstance(inner.get("bits"), int) and inner["bits"] >= 16
-        if not plain:
-            named[module] = _codes(family, inner, codes)
-    return named
+        if isinstance(inner.get("bits"), int) and inner["bits"] >= 16:
+            continue
+        numbers = _codes(family, inner, codes)
+        if _PATTERN_SIGNS.isdisjoint(module):
+            named[module] = numbers
+        else:
+            patterns.append((_pattern(module), numbers))
+    return named, tuple(patterns)
 
 
 def _mapping(what: str, settings: Any) -> Mapping[str, Any]:
@@ -279,6 +310,14 @@ def matches_pattern(pattern: str, module: str) -> bool:
     """Whether a module's name begins so. The pattern is the checkpoint's author's: it is matched in bounded time."""
     try:
         return _made_pattern(pattern).matches(module)
+    except ValueError as wrong:
+        raise CheckpointError(f"{KEY}: {shown(pattern)} is not a usable pattern: {wrong}") from None
+
+
+def finds_pattern(pattern: str, module: str) -> bool:
+    """Whether any part of a module's name is so, in bounded time."""
+    try:
+        return _made_pattern(pattern).found_in(module)
     except ValueError as wrong:
         raise CheckpointError(f"{KEY}: {shown(pattern)} is not a usable pattern: {wrong}") from None
 

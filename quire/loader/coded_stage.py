@@ -51,6 +51,7 @@ class CodedStage:
                 f"the configuration says that the checkpoint is quantized ({about.name}), but no tensor is coded so; "
                 f"tensors: {some(sorted(directory))}"
             )
+        self._spare = {f"{plan.module}.bias" for plan in self.plans} if about.family == "gptq" else set()
         self._plan_of = {name: plan for plan in self.plans for name in plan.names.values()}
         self._waiting: dict[str, dict[str, Tensor]] = {}  # by module
         self._lock = Lock()
@@ -69,6 +70,15 @@ class CodedStage:
             assert isinstance(tensor, Tensor)  # nothing before this stage makes codes
             if (tensors := self._complete(plan, name, tensor)) is not None:
                 yield from plan.make({role: tensors.pop(own) for role, own in plan.names.items()})
+
+    def leaves_out(self, name: str, tensor: Tensor | CodedMatrix) -> bool:
+        """Of a tensor that the model has no place for: exporters of GPTQ write a bias of zeros for every matrix.
+        CheckpointError: it is not of zeros."""
+        if name not in self._spare or not isinstance(tensor, Tensor):
+            return False
+        if bool(tensor.any()):
+            raise CheckpointError(f"the bias {name!r} is not zero, and the architecture has none there", param=name)
+        return True
 
     def _complete(self, plan: MatrixPlan, name: str, tensor: Tensor) -> dict[str, Tensor] | None:
         with self._lock:

@@ -272,7 +272,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
 
     def take(name: str, tensor: Tensor | CodedMatrix) -> bool:
         """Of several ranks, each sends its own part to its device, and reads no other."""
-        return table.load(name, tensor, send)
+        return table.load(name, tensor, send) or (stage is not None and stage.leaves_out(name, tensor))
 
     loading = progress(_log, "Loading weights", files.num_bytes, shown=how.use_tqdm_on_load)
     with loading as advance, naming(about.path):

@@ -59,6 +59,7 @@ KINDS = {  # of a fused matrix: kinds of its parts once they are loaded; None: d
     "quark-fp8-tensor-static": "fp8", "quark-fp8-rows": "fp8", "quark-fp8-blocks": "fp8", "quark-int8-rows": "int8",
     "quark-int8-tensor": "int8", "quark-mxfp4": "fp4", "quark-mxfp6-e3m2": None, "quark-mxfp6-e2m3": None,
     "quark-int4": "int4", "quark-uint4-in-order": "int4", "auto-round": "int4", "auto-round-awq": "int4",
+    "auto-round-gptqmodel": "int4", "auto-round-plain": "int4",
     "ct-w8a8-int8-static": "int8", "ct-w4a8-int8": "int8", "ct-w4a8-fp8": "int4", "ct-nvfp4-w4a4": "fp4",
 }  # fmt: skip
 

@@ -25,7 +25,18 @@ from quire.quant.coded import AffineCodes, FloatCodes
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from tests.engine.test_quantized_formats import FORMS, QUARK_MX4, error_to
 from tests.exporters import ao_float8, ao_int4, ao_integers, ao_tiles, hqq
-from tests.quantized import Form, awq, compressed, gptq, packed_ints, small_floats, static, write, write_files
+from tests.quantized import (
+    Form,
+    awq,
+    compressed,
+    gptq,
+    packed_ints,
+    save_again,
+    small_floats,
+    static,
+    write,
+    write_files,
+)
 from tests.tiny_models import write_tiny
 
 GPTQ = gptq(4, 32, True)
@@ -262,10 +273,73 @@ def test_what_is_wrong_is_one_error(tmp_path, form, ending, change, words):
     assert "down_proj" in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
+def with_biases(*values):
+    """Biases as AutoGPTQ writes them for every matrix, of o_proj and down_proj of the first layer."""
+
+    def tamper(tensors):
+        for module, value in zip(("model.layers.0.self_attn.o_proj", DOWN), values, strict=True):
+            tensors[f"{module}.bias"] = torch.zeros(64, dtype=torch.float16)
+            tensors[f"{module}.bias"][7] = value
+
+    return tamper
+
+
+def test_biases_of_zeros_that_the_architecture_lacks(tmp_path):
+    hf = write(tmp_path, "LlamaForCausalLM", GPTQ, tamper=with_biases(0, 0), num_hidden_layers=2)
+    assert error_to(load(tmp_path), hf) < 1e-4
+
+
+@pytest.mark.parametrize("value", [1e-4, float("nan")])
+def test_a_bias_that_the_architecture_lacks_is_not_dropped(tmp_path, value):
+    write_files(tmp_path, "LlamaForCausalLM", GPTQ, tamper=with_biases(0, value), num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=rf"the bias '{DOWN}\.bias' is not zero, and the architecture has none"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("form", [Form({}, GPTQ.write, "(?!)"), FP8], ids=["plain", "fp8"])
+def test_biases_of_zeros_have_no_place_without_gptq(tmp_path, form):
+    write_files(tmp_path, "LlamaForCausalLM", form, tamper=with_biases(0, 0), num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"2 tensors have no place in it \(.*o_proj\.bias"):
+        load(tmp_path)
+
+
+def test_biases_that_the_architecture_has_count(tmp_path):
+    hf = write(tmp_path, "Qwen2ForCausalLM", GPTQ, tamper=with_biases(0, 0), num_hidden_layers=2)
+    good = load_file(tmp_path / "model.safetensors")
+    assert error_to(load(tmp_path), hf) < 1e-4
+    for part in "qkv":
+        name = f"model.layers.1.self_attn.{part}_proj.bias"
+        other = good[name] + torch.arange(len(good[name])).to(good[name].dtype)
+        save_again({**good, name: other}, tmp_path / "model.safetensors")
+        assert error_to(load(tmp_path), hf) > 1e-2, part
+
+
 def test_a_group_size_that_does_not_divide(tmp_path):
     write_files(tmp_path, "LlamaForCausalLM", Form({**GPTQ.config, "group_size": 40}, GPTQ.write), num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=r"group size 40 does not divide the (64|96) columns of 'model\.layers"):
         load(tmp_path)
+
+
+def test_activations_with_scales_are_refused(tmp_path):
+    def tamper(tensors):
+        tensors["model.layers.0.mlp.act.scales"] = torch.ones(96, dtype=torch.float16)
+
+    write_files(tmp_path, "LlamaForCausalLM", awq(32), tamper=tamper, num_hidden_layers=2)
+    with pytest.raises(NotBuiltError, match=r"'model.layers.0.mlp.act.scales' scales an activation .* not built"):
+        load(tmp_path)
+
+
+def test_auto_round_with_patterns_of_names(tmp_path):
+    """Down projections in 8 bits and other groups."""
+    four, eight = gptq(4, 32, True), gptq(8, 48, False)
+    rules = {r"(mlp|other)\.down_proj": {"bits": 8, "group_size": 48, "sym": False}}
+    config = {**four.config, "quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"}
+    form = Form(
+        {**config, "extra_config": rules},
+        lambda weight: (eight if weight.shape[1] == 96 else four).write(weight),
+    )
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    assert error_to(load(tmp_path), hf) < 1e-4
 
 
 def test_a_configuration_without_codes(tmp_path):

@@ -64,6 +64,7 @@ from tests.quantized import (
     static,
     write,
     write_gpt_oss,
+    write_gpt_oss_stacked,
     write_stacked,
 )  # fmt: skip
 
@@ -109,6 +110,8 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
     "gptq-8-rows": (gptq(8, -1, True), "Q8Z", EXACT),
     "awq": (awq(32), "Q4M", MINIMA),
     "auto-round": (auto_round(gptq(4, 32, True), "auto_round:auto_gptq"), "Q4Z", EXACT),
+    "auto-round-gptqmodel": (auto_round(gptq(4, 32, False, v2=True), "auto_round:gptqmodel"), "Q4M", MINIMA),
+    "auto-round-plain": (auto_round(gptq(4, 32, True, v2=True), "auto_round"), "Q4Z", EXACT),
     "auto-round-awq": (auto_round(awq(32), "auto_round:auto_awq"), "Q4M", MINIMA),
     "fp8-tensor-static": (
         Form(fp8(activation_scheme="static"), static(small_floats(0, 0, E4M3, "weight_scale", shape=()))),
@@ -400,6 +403,10 @@ def meaning_without(name, ending):
         ("gptq-4-sym", "group_size", -1),
         ("gptq-4-sym", "checkpoint_format", "gptq_v2"),
         ("gptq-4-v2", "checkpoint_format", "gptq"),
+        ("auto-round", "packing_format", "auto_round:gptqmodel"),
+        ("auto-round", "packing_format", "auto_round"),
+        ("auto-round-gptqmodel", "packing_format", "auto_round:auto_gptq"),
+        ("auto-round-plain", "packing_format", "auto_round:auto_gptq"),
         ("awq", "group_size", 64),
         ("fp8-blocks", "weight_block_size", [40, 24]),
     ],
@@ -628,6 +635,32 @@ def test_gpt_oss_every_tensor_counts(tmp_path, ending):
         tensors[name] = tensors[name].roll(1, 1)
 
     hf = write_gpt_oss(tmp_path, tamper=tamper)
+    assert error_to(load(tmp_path)[1], hf) > 20 * TOLERANCE
+
+
+ONE_SCALE, NVFP4 = {"weight": "", "weight_scale": "_weight_scale"}, FORMS["modelopt-nvfp4"][0]
+GPT_OSS = {
+    "fp8": (Form(modelopt("FP8"), small_floats(0, 0, E4M3, "weight_scale", shape=())), ONE_SCALE),
+    "fp8-rows": (Form(fp8(), small_floats(1, 0, E4M3, "weight_scale")), ONE_SCALE),
+    "fp8-blocks": (Form(fp8(weight_block_size=[24, 40]), small_floats(24, 40, E4M3, "weight_scale")), ONE_SCALE),
+    "nvfp4": (NVFP4, {**ONE_SCALE, "weight_scale_2": "_weight_scale_2"}),
+}
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+@pytest.mark.parametrize("name", GPT_OSS)
+def test_gpt_oss_in_one_tensor_for_each_side(tmp_path, monkeypatch, name, inputs_first):
+    """Rows of gate and up take turns, as in its MXFP4; halves one after the other would be another model."""
+    form, endings = GPT_OSS[name]
+    hf = write_gpt_oss_stacked(tmp_path, form, endings, inputs_first=inputs_first)
+    _, decoded = load(tmp_path)
+    assert error_to(decoded, hf) < TOLERANCE
+    if kernels() is not None:
+        worst, packed = largest_error(decoded, load(tmp_path, quantization=form.config["quant_method"])[1])
+        assert packed > 20_000 and worst <= ROUNDED * 1.01
+    monkeypatch.setattr(
+        "quire.loader.load.read_quantization", lambda config: replace(read_quantization(config), rows_in_turn=False)
+    )
     assert error_to(load(tmp_path)[1], hf) > 20 * TOLERANCE
 
 

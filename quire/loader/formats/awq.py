@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.checkpoint.quantization import Quantization
 from quire.loader.formats.parts import FLOATS, Directory, Made, MatrixPlan, Parts, by_module
 from quire.quant.coded import AffineCodes, Grid, open_words
+from quire.schema.errors import NotBuiltError
 
 ROLES = ("qweight", "qzeros", "scales")
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where row i of eight lies in a word, from the low end
@@ -22,6 +23,7 @@ _BITS, _PER_WORD = 4, 8
 
 def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
     for parts in by_module(directory, ROLES):
+        _refuse_scaled_activation(parts)
         numbers = about.numbers_of(parts.module)
         parts.need("qweight", "scales", *(() if numbers.symmetric else ("qzeros",)))
         parts.expect_dtype("qweight", torch.int32)
@@ -34,6 +36,15 @@ def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
             parts.expect_dtype("qzeros", torch.int32)
             parts.expect("qzeros", (groups, words), "eight zero points in a word")
         yield MatrixPlan(parts.module, parts.names, partial(_make, parts, group))
+
+
+def _refuse_scaled_activation(parts: Parts) -> None:
+    """A vector of scales alone belongs to an activation, not to a matrix."""
+    if set(parts.names) == {"scales"} and len(parts["scales"].shape) == 1:
+        raise NotBuiltError(
+            f"tensor {parts.names['scales']!r} scales an activation (AWQ's ScaledActivation), which is not built",
+            param="quantization",
+        )
 
 
 def _make(parts: Parts, group: int, tensors: Mapping[str, Tensor]) -> Made:

@@ -6,13 +6,14 @@
     ..._scale_inv, ..._scale, ..._weight_scale  one, one per expert, per row of results, or per block; axes as above
     ..._weight_scale_2                          NVFP4: of the whole, or of each expert
 
-Which of the two orders it is follows from the shapes of both tensors. Rows of gate come first, then those of up. Each
-expert's gate, up and down become matrices of their own. Scales of inputs are not used.
+Which of the two orders it is follows from the shapes of both tensors. Rows of gate come first, then those of up; in
+gpt-oss they take turns. Each expert's gate, up and down become matrices of their own. Scales of inputs are not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -51,7 +52,8 @@ def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
             first = _inputs_first(directory, name, down)
             for module in (name, down):
                 parts = _parts(directory, module)
-                yield MatrixPlan(module, parts.names, partial(_make, parts, _stack(parts, about, first)))
+                stack = _stack(parts, about, first)
+                yield MatrixPlan(module, parts.names, partial(_make, parts, stack, about.rows_in_turn))
 
 
 def _is_coded(directory: Directory, name: str) -> bool:
@@ -117,7 +119,7 @@ def _stored(experts: int, rows: int, width: int, block: tuple[int, int], inputs_
     return (experts, *(reversed(grid) if inputs_first else grid))
 
 
-def _make(parts: Parts, stack: _Stack, tensors: Mapping[str, Tensor]) -> Made:
+def _make(parts: Parts, stack: _Stack, in_turn: bool, tensors: Mapping[str, Tensor]) -> Made:
     prefix, _, side = parts.module.rpartition(".")
     weight, scales = tensors["weight"], tensors[stack.scale]
     rows, width, block = stack.rows, stack.width, stack.block
@@ -136,11 +138,26 @@ def _make(parts: Parts, stack: _Stack, tensors: Mapping[str, Tensor]) -> Made:
         if side == "down_proj":
             yield f"{prefix}.{expert}.down_proj.weight", made
             continue
-        for part, start in (("gate_proj", 0), ("up_proj", rows // 2)):
-            cut = Cut(0, rows, ((start, start + rows // 2),))
-            share = made.cut(cut)
-            if share is None:  # a block has rows of both
-                each = Grid(made.scale.spread(made.shape), 1, block[1])
-                share = FloatCodes(made.codes, kind, each, whole).cut(cut)
-            assert share is not None  # rows of their own can be cut anywhere
-            yield f"{prefix}.{expert}.{part}.weight", share
+        for at, part in enumerate(("gate_proj", "up_proj")):
+            yield f"{prefix}.{expert}.{part}.weight", _in_turn(made, at) if in_turn else _half(made, at)
+
+
+def _half(made: FloatCodes, at: int) -> FloatCodes:
+    """The first rows or the last."""
+    rows, half = made.shape[0], made.shape[0] // 2
+    cut = Cut(0, rows, ((at * half, (at + 1) * half),))
+    share = made.cut(cut)
+    if share is None:  # a block has rows of both
+        share = replace(made, scale=Grid(made.scale.spread(made.shape), 1, made.scale.columns)).cut(cut)
+    assert share is not None  # rows of their own can be cut anywhere
+    return share
+
+
+def _in_turn(made: FloatCodes, at: int) -> FloatCodes:
+    """Every other row."""
+    scale = made.scale
+    if scale.values.shape[0] == 1:
+        mine = scale._replace(rows=made.shape[0] // 2)
+    else:
+        mine = Grid(scale.spread(made.shape)[at::2].contiguous(), 1, scale.columns)
+    return replace(made, codes=made.codes[at::2].contiguous(), scale=mine)

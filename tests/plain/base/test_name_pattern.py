@@ -42,6 +42,7 @@ SOURCES = st.recursive(ATOMS, lambda inner: st.one_of(
 @given(SOURCES, st.text("ab.", max_size=7))
 def test_any_expression_is_the_same_as_re(source: str, name: str) -> None:
     assert NamePattern(source).matches(name) == bool(re.match(source, name))
+    assert NamePattern(source).found_in(name) == bool(re.search(source, name))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from quire.checkpoint.quantization import (
     Quantization,
     add_quantization,
     agrees,
+    finds_pattern,
     matches_pattern,
     read_quantization,
 )
@@ -74,6 +75,40 @@ def test_gptq_numbers_by_module() -> None:
 
 
 @pytest.mark.parametrize(
+    ("packing", "family", "from_one"),
+    [
+        (None, "gptq", True),
+        ("auto_round:auto_gptq", "gptq", True),
+        ("auto_round:gptqmodel", "gptq", False),
+        ("auto_round", "gptq", False),
+        ("auto_round:auto_awq", "awq", False),
+    ],
+)
+def test_packings_of_auto_round(packing: str | None, family: str, from_one: bool) -> None:
+    for name in ("auto-round", "auto_round", "intel/auto-round", "inc"):
+        for key in ("packing_format", "backend"):
+            found = read(quant_method=name, bits=4, **{key: packing})
+            assert (found.family, found.zeros_from_one) == (family, from_one)
+        assert read(quant_method=name, bits=4, backend="auto", packing_format=packing).family == family
+    assert agrees("intel/auto-round", found) and agrees(family, found)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "from_one"),
+    [
+        ("auto", True),
+        ("auto_round:gptq:exllamav2", True),
+        ("autoround:exllamav2", False),
+        ("auto_round:tritonv2", False),
+    ],
+)
+def test_kernels_that_auto_round_packed_for(kernel: str, from_one: bool) -> None:
+    assert read(quant_method="intel/auto-round", bits=4, backend=kernel).zeros_from_one == from_one
+    both = read(quant_method="auto-round", bits=4, backend=kernel, packing_format="auto_round:auto_gptq")
+    assert both.zeros_from_one
+
+
+@pytest.mark.parametrize(
     ("found", "words"),
     [
         ({"quant_method": "gptq", "bits": 5}, "bits is 5; expected one of 2, 3, 4, 8"),
@@ -117,6 +152,11 @@ def test_bad_values(found: Any, words: str) -> None:
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "format 'marlin' are not built"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' are not built; gemm is"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:exllama"}, "packing_format 'auto_round:exllama'"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:nvfp4"}, "packing_format 'auto_round:nvfp4'"),
+        ({"quant_method": "intel/auto-round", "backend": "gptqmodel:marlin"}, "packing_format 'gptqmodel:marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "Marlin's own order .* are not built; GPTQ as"),
+        ({"quant_method": "awq", "checkpoint_format": "gemv"}, "checkpoint_format 'gemv' are not built; gemm is"),
+        ({"quant_method": "awq", "version": "gemm", "format": "GEMV_FAST"}, "format 'gemv_fast' are not built"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "2:4 sparse matrices"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -292,3 +332,21 @@ def test_numbers_by_name() -> None:
     config = {"a.b": {"bits": 8}, "a.c": {"bits": 16}, "a." * 900: {"bits": 2}}
     found = read(quant_method="auto-round", bits=4, extra_config=config)
     assert [found.numbers_of(one).bits for one in ("a.b", "a.bb", "a.c", "axb", "a." * 900)] == [8, 4, 4, 4, 2]
+
+
+def test_numbers_by_patterns_of_names() -> None:
+    """AutoRound finds its patterns anywhere in a name; a name itself goes first."""
+    config = {
+        r"layers\.1\..*_proj": {"bits": 8}, "^layers": {"bits": 2}, r".*\.up_proj$": {"group_size": 32},
+        "model.layers.1.q_proj": {"bits": 3}, ".*lm_head.*": {"bits": 16},
+    }  # fmt: skip
+    found = read(quant_method="auto-round", bits=4, group_size=128, extra_config=config)
+    numbers = {name: found.numbers_of(f"model.layers.{name}") for name in ("1.q_proj", "1.up_proj", "0.up_proj")}
+    assert [(one.bits, one.group) for one in numbers.values()] == [(3, 128), (8, 128), (4, 32)]
+    assert found.numbers_of("model.layers.0.up_projection").group == 128
+    awq = read(quant_method="awq", bits=4, group_size=128, extra_config={"up_proj|gate": {"group_size": 64}})
+    assert [awq.numbers_of(name).group for name in ("a.up_proj", "a.gate_proj", "a.q_proj")] == [64, 64, 128]
+    with pytest.raises(CheckpointError, match="is not a usable pattern"):
+        read(quant_method="auto-round", bits=4, extra_config={"up_(proj": {"bits": 8}})
+    with pytest.raises(CheckpointError, match=r"to match it .* takes more than 5000 steps"):
+        finds_pattern("(?:(?=.*#)|.)*" * 20, "model.layers.0." + "mlp." * 40)
