@@ -73,7 +73,7 @@ IDS = [list(range(4, 40)), [300, 7, 7, 25]]
 TOLERANCE = 1e-4  # of logits, to the largest
 EXACT, MINIMA, ROUNDED = 0.0, 2**-10, 0.5 / 127  # of a stored number, to the largest of its 32 neighbours
 INPUTS_ONLY = ("input_zero_point", "input_global_scale")
-NOT_NUMBERS = ("input_scale", "weight_format", *INPUTS_ONLY, *HQQ_ONLY)  # tensors that decoding does not read
+NOT_NUMBERS = ("input_scale", *INPUTS_ONLY, *HQQ_ONLY)  # tensors that decoding does not read
 
 
 def ints(bits, **more):
