@@ -279,6 +279,22 @@ def test_experts_stacked_in_one_tensor(tmp_path, name, inputs_first):
     assert {side.weight().form for stored in mixtures(model) for side in (stored.up, stored.down)} == {kind}
 
 
+def test_inputs_come_first_and_scales_of_rows_do_not(tmp_path):
+    """Llama 4 as transformers' fbgemm experts write it: down_proj_scale is [experts, rows, 1]."""
+
+    def turn(tensors):
+        for name in tensors:
+            if name.endswith("down_proj_scale"):
+                tensors[name] = tensors[name].transpose(1, 2).contiguous()
+                assert tensors[name].shape[2] == 1
+
+    form, endings, kind = STACKS["fp8-rows"]
+    hf = write_stacked(tmp_path, MORE[form], endings, inputs_first=True, tamper=turn, num_hidden_layers=1)
+    model = load(tmp_path)
+    assert error_to(model, hf) < TOLERANCE
+    assert {side.weight().form for stored in mixtures(model) for side in (stored.up, stored.down)} == {kind}
+
+
 @pytest.mark.parametrize("name", STACKS)
 def test_every_stacked_tensor_counts(tmp_path, name):
     form, endings, _ = STACKS[name]

@@ -108,7 +108,7 @@ def _stack(parts: Parts, about: Quantization, inputs_first: bool) -> _Stack:
             return _Stack(rows, width, inputs_first, role, block)
     if stored in ((), (1,), (experts,), (experts, 1)):
         return _Stack(rows, width, inputs_first, role, (rows, width))
-    if stored == (experts, rows):
+    if stored in ((experts, rows), (experts, rows, 1)):  # the second whichever comes first: Llama 4's down_proj
         return _Stack(rows, width, inputs_first, role, (1, width))
     raise parts.wrong(role, f"expected one, one per expert, per row ({rows}) or per block of {list(known[-1])}")
 
