@@ -68,12 +68,12 @@ def _make_int8(parts: Parts, tensors: Mapping[str, Tensor]) -> Made:
 
 
 def _check_row_by_row(parts: Parts, tensors: Mapping[str, Tensor]) -> None:
-    found = tensors.get("weight_format")
-    if found is None or not bool((found != _ROW_BY_ROW).any()):
+    layout = tensors.get("weight_format")
+    if layout is None or not bool((layout != _ROW_BY_ROW).any()):
         return
     name = parts.names["weight_format"]
     raise CheckpointError(
-        f"tensor {name!r} is {found.flatten()[:1].item()}: int8 in tiles (1 col32, 2 col_turing, 3 col_ampere) is not "
+        f"tensor {name!r} is {layout.flatten()[:1].item()}: int8 in tiles (1 col32, 2 col_turing, 3 col_ampere) is not "
         f"built; only {_ROW_BY_ROW} (row by row) is allowed",
         param=name,
     )
