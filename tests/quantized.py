@@ -165,6 +165,27 @@ def mx8(weight: Tensor) -> Written:
     return {"weight": codes, "weight_scale": exponents}, codes.float() * scale
 
 
+def powers(write: Callable[[Tensor], Written], scale: str) -> Callable[[Tensor], Written]:
+    """Scales that are powers of two, in a type of their own."""
+
+    def both(weight: Tensor) -> Written:
+        tensors, means = write(weight)
+        return {**tensors, scale: tensors[scale].view(torch.float8_e8m0fnu)}, means
+
+    return both
+
+
+def blocks_of_powers(rows: int, columns: int, scale: str) -> Callable[[Tensor], Written]:
+    def write(weight: Tensor) -> Written:
+        most, at = blocks_of(weight, rows, columns)
+        exponents = torch.ceil(torch.log2(most / 448)) + 127
+        each = (2 ** (exponents - 127)).view(-1)[at]
+        codes = (weight / each).to(torch.float8_e4m3fn)
+        return {"weight": codes, scale: exponents.to(torch.uint8)}, codes.float() * each
+
+    return powers(write, scale)
+
+
 def mx4(weight: Tensor) -> Written:
     exponents, scale = mx_scales(weight, 6)
     codes = nearest(weight / scale, FP4)

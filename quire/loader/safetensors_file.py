@@ -28,6 +28,7 @@ _DTYPES = {
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,  # powers of two, as other writers' U8 has them: exponents
 }  # fmt: skip
 _MAX_HEADER = 100_000_000  # the format's own limit
 _MAX_NUMBERS = 1 << 48  # of a tensor

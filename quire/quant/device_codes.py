@@ -217,6 +217,9 @@ def _whole_numbers(coded: AffineCodes) -> CodedWeight | None:
         chunk = chunk_of(width, group)
         if not chunk:
             return None
+        if not isinstance(zero, Grid) and not _fits_around_middle(coded.bits, zero):
+            values = coded.scale.values
+            zero = Grid(torch.full(values.shape, zero, dtype=torch.uint8, device=values.device), *coded.scale[1:])
         if isinstance(zero, Grid):
             return _with_zeros(coded, zero, chunk, scale, group)
         return CodedWeight("int4", pack_halves(coded.codes + (MIDDLE - zero), chunk), scale, None, rows, width, group)
@@ -233,6 +236,12 @@ def _whole_numbers(coded: AffineCodes) -> CodedWeight | None:
         return CodedWeight("int8", codes, scale, zeros.to(torch.int16), rows, width, group)
     rounds = coded.inputs.form == "int8" and group == width
     return CodedWeight("int8", codes, scale, None, rows, width, group, rounds)
+
+
+def _fits_around_middle(bits: int, zero: int) -> bool:
+    """Whether codes of so many bits have 4 when their zero point is moved to the middle."""
+    moved = MIDDLE - zero
+    return moved >= 0 and (1 << bits) - 1 + moved < 16
 
 
 def _with_zeros(coded: AffineCodes, zero: Grid, chunk: int, scale: Tensor, group: int) -> CodedWeight:

@@ -431,5 +431,18 @@ def test_zero_points_between_codes_lose_no_more_than_numbers_of_16_bits(bits: in
     assert (found.float() - coded.numbers()).abs().max() <= 2**-8 * coded.numbers().abs().max()
 
 
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("zero", [0, 1, 7, 8, 9, 16])
+def test_one_zero_point_for_all_codes(zero: int, bits: int, group: int) -> None:
+    """Codes of every value lie in both halves of a byte; none spills into the other."""
+    codes = torch.arange(48 * 128).view(48, 128).mul(7).remainder(1 << bits).to(torch.uint8)
+    scale = torch.rand((48, 128 // group), generator=torch.Generator().manual_seed(zero)) + 0.5
+    coded = AffineCodes(codes, bits, Grid(scale, 1, group), zero)
+    weight = device_codes(coded)
+    assert weight is not None and weight.kind == "int4"
+    torch.testing.assert_close(decode_weight(weight, torch.float32), coded.numbers(), rtol=1e-6, atol=1e-7)
+
+
 def test_forms_that_round_nothing() -> None:
     assert coder_of("stored") is None and coder_of("plain") is None

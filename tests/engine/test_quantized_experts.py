@@ -35,6 +35,7 @@ from tests.engine.test_quantized_formats import FORMS, TOLERANCE, changed, error
 from tests.exporters import HQQ_ONLY, hqq
 from tests.quantized import (
     Form,
+    blocks_of_powers,
     compressed,
     gptq,
     packed_ints,
@@ -52,11 +53,13 @@ from tests.tiny_models import write_tiny
 E4M3 = torch.float8_e4m3fn
 EXPERTS = r"experts\.\d+\.\w+\.weight$"
 BLOCKS = Form(fp8(weight_block_size=[128, 128]), small_floats(128, 128, E4M3, "weight_scale_inv"))
+POWERS = Form(fp8(weight_block_size=[128, 128]), blocks_of_powers(128, 128, "weight_scale_inv"))
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
 MORE = {
     **{name: form for name, (form, _, _) in FORMS.items()},
     "fp8-rows": Form(fp8(), small_floats(1, 0, E4M3, "weight_scale")),
     "fp8-blocks-128": BLOCKS,
+    "fp8-blocks-powers": POWERS,
     "gptq-4-128": gptq(4, 128, False),
     "ct-w4a16-64": compressed("pack-quantized", packed_ints(4, 64, False), INT4),
     "hqq-2-64": hqq(2, 64),
@@ -68,6 +71,7 @@ KEPT = [  # architecture, form, sizes, the form of codes (w1, w2); None: decoded
     ("Qwen3MoeForCausalLM", "fp8-tensor-static", {}, "e4m3"),
     ("Qwen3MoeForCausalLM", "fp8-blocks-128", WIDE, "e4m3"),
     ("Qwen3MoeForCausalLM", "fp8-blocks-128", {"moe_intermediate_size": 160, "hidden_size": 192}, "e4m3"),
+    ("Qwen3MoeForCausalLM", "fp8-blocks-powers", WIDE, "e4m3"),
     ("Qwen3MoeForCausalLM", "fp8-rows-e5m2", {}, None),
     ("Qwen3MoeForCausalLM", "fp8-blocks", {"moe_intermediate_size": 80}, None),
     ("Qwen3MoeForCausalLM", "gptq-4-sym", {}, "int4"),
@@ -249,6 +253,7 @@ STACKS = {  # form, endings of its tensors, the form of codes
         "e4m3",
     ),
     "fp8-blocks": ("fp8-blocks-128", {"weight": "", "weight_scale_inv": "_scale_inv"}, "e4m3"),
+    "fp8-blocks-powers": ("fp8-blocks-powers", {"weight": "", "weight_scale_inv": "_scale_inv"}, "e4m3"),
     "nvfp4": (
         "modelopt-nvfp4",
         {
@@ -269,6 +274,22 @@ def test_experts_stacked_in_one_tensor(tmp_path, name, inputs_first):
     form, endings, kind = STACKS[name]
     sizes = {"hidden_size": 192, "moe_intermediate_size": 96, "num_hidden_layers": 2}
     hf = write_stacked(tmp_path, MORE[form], endings, inputs_first=inputs_first, **sizes)
+    model = load(tmp_path)
+    assert error_to(model, hf) < TOLERANCE
+    assert {side.weight().form for stored in mixtures(model) for side in (stored.up, stored.down)} == {kind}
+
+
+def test_inputs_come_first_and_scales_of_rows_do_not(tmp_path):
+    """Llama 4 as transformers' fbgemm experts write it: down_proj_scale is [experts, rows, 1]."""
+
+    def turn(tensors):
+        for name in tensors:
+            if name.endswith("down_proj_scale"):
+                tensors[name] = tensors[name].transpose(1, 2).contiguous()
+                assert tensors[name].shape[2] == 1
+
+    form, endings, kind = STACKS["fp8-rows"]
+    hf = write_stacked(tmp_path, MORE[form], endings, inputs_first=True, tamper=turn, num_hidden_layers=1)
     model = load(tmp_path)
     assert error_to(model, hf) < TOLERANCE
     assert {side.weight().form for stored in mixtures(model) for side in (stored.up, stored.down)} == {kind}

@@ -34,6 +34,7 @@ from tests.quantized import (
     save_again,
     small_floats,
     static,
+    stream,
     write,
     write_files,
 )
@@ -458,6 +459,24 @@ def test_files_of_hqq_itself(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "qmodel.pt")
     with pytest.raises(NotBuiltError, match=r"qmodel\.pt is a pickle of the hqq library"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("bits", "ones"), [(2, 0x55555555), (4, 0x11111111), (8, 0x01010101)])
+@pytest.mark.parametrize("every", [1, 3, 64])
+def test_gptq_zero_points_that_borrow_from_their_neighbours(bits, ones, every):
+    """Written as GPTQModel does: 1 taken from all codes of a word at once, also where a code is 0."""
+    draw = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (32, 64), generator=draw)
+    zeros = torch.randint(1, 1 << bits, (2, 32), generator=draw)
+    zeros[:, every - 1 :: every] = 0
+    scales = torch.rand((2, 32), generator=draw).half() + 0.5
+    tensors = {"qweight": stream(codes, bits).t(), "qzeros": stream(zeros, bits) - ones, "scales": scales}
+    directory = {f"a.{role}": TensorAbout(t.dtype, tuple(t.shape)) for role, t in tensors.items()}
+    about = read_quantization({"quantization_config": {**GPTQ.config, "bits": bits, "sym": False}})
+    (plan,) = CodedStage(directory, about).plans
+    ((_, made),) = plan.make(tensors)
+    group = torch.arange(64) // 32
+    assert torch.equal(made.numbers(), (codes - zeros.t()[:, group]) * scales.t().float()[:, group])
 
 
 def test_a_plan_reads_no_tensor():

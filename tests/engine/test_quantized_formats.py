@@ -48,6 +48,7 @@ from tests.quantized import (
     Form,
     auto_round,
     awq,
+    blocks_of_powers,
     bnb_int8,
     bnb_table,
     compressed,
@@ -59,6 +60,7 @@ from tests.quantized import (
     nvfp4_compressed,
     nvfp4_modelopt,
     packed_ints,
+    powers,
     save_again,
     small_floats,
     static,
@@ -68,13 +70,13 @@ from tests.quantized import (
     write_stacked,
 )  # fmt: skip
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
 IDS = [list(range(4, 40)), [300, 7, 7, 25]]
 TOLERANCE = 1e-4  # of logits, to the largest
 EXACT, MINIMA, ROUNDED = 0.0, 2**-10, 0.5 / 127  # of a stored number, to the largest of its 32 neighbours
 INPUTS_ONLY = ("input_zero_point", "input_global_scale")
-NOT_NUMBERS = ("input_scale", "weight_format", *INPUTS_ONLY, *HQQ_ONLY)  # tensors that decoding does not read
+NOT_NUMBERS = ("input_scale", *INPUTS_ONLY, *HQQ_ONLY)  # tensors that decoding does not read
 
 
 def ints(bits, **more):
@@ -358,6 +360,8 @@ def test_every_tensor_counts(tmp_path, written):
 
 def changed(tensor):
     """Another value in some places, none of which is far from what it was."""
+    if tensor.dtype == E8M0:
+        return (tensor.view(torch.uint8) + 1).view(E8M0)
     if tensor.dtype in (E4M3, E5M2):
         return (tensor.view(torch.uint8) ^ 8).view(tensor.dtype)
     if tensor.is_floating_point():
@@ -607,6 +611,28 @@ def test_forms_of_modelopt(tmp_path, name):
         save_again(good, tmp_path / "model.safetensors")
         worst, packed = largest_error(load(tmp_path)[1], load(tmp_path, quantization="modelopt")[1])
         assert packed > 20_000 and worst <= ROUNDED * 1.01
+
+
+POWERS = {
+    "modelopt-mxfp8": Form(modelopt("MXFP8"), powers(mx8, "weight_scale")),
+    "fp8": Form(fp8(weight_block_size=[24, 40]), blocks_of_powers(24, 40, "weight_scale_inv")),
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_scales_in_a_type_of_powers_of_two(tmp_path, name):
+    hf = write(tmp_path, "LlamaForCausalLM", POWERS[name], num_hidden_layers=1)
+    good = load_file(tmp_path / "model.safetensors")
+    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
+    if kernels() is not None:
+        worst, packed = largest_error(load(tmp_path)[1], load(tmp_path, quantization=name.partition("-")[0])[1])
+        assert packed > 20_000 and worst <= ROUNDED * 1.01
+    (key,) = [key for key in good if key.startswith("model.layers.0.mlp.down_proj.") and good[key].dtype == E8M0]
+    save_again({**good, key: changed(good[key])}, tmp_path / "model.safetensors")
+    assert error_to(load(tmp_path)[1], hf) > 20 * TOLERANCE
+    save_again({**good, key: good[key][:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(QuireError, match="down_proj"):
+        load(tmp_path)
 
 
 def swapped(tensor):

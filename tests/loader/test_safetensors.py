@@ -42,6 +42,13 @@ def test_every_dtype_equals_the_library(tmp_path, eager):
         assert got[name].view(-1).view(torch.uint8).tolist() == t.reshape(-1).view(torch.uint8).tolist(), name
 
 
+def test_powers_of_two_are_read_as_their_exponents(tmp_path):
+    exponents = torch.tensor([[0, 1, 127], [128, 254, 255]], dtype=torch.uint8)
+    save_file({"a": exponents.view(torch.float8_e8m0fnu)}, tmp_path / "m.safetensors")
+    got = read(tmp_path / "m.safetensors")["a"]
+    assert got.dtype == torch.uint8 and torch.equal(got, exponents)
+
+
 def test_lazy_tensors_are_views_that_stay_valid(tmp_path):
     """Kept past their turn (pages given back, map otherwise unreferenced) they still read the right bytes."""
     want = {f"t{i}": torch.randn(300, 300) for i in range(5)}

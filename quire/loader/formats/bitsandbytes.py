@@ -3,7 +3,8 @@
 weight uint8 [numbers / 2, 1]  the first of two codes in the high half; weight.quant_state.bitsandbytes__nf4 (or fp4):
                                JSON with shape and blocksize; weight.quant_map float32 [16]; weight.absmax: one for
                                each run, float32, or uint8 with weight.nested_absmax and weight.nested_quant_map
-weight int8 [rows, width]      SCB float32 [rows]: the largest of each row, which code 127 stands for
+weight int8 [rows, width]      SCB float32 [rows]: the largest of each row, which code 127 stands for; weight_format
+                               uint8: 0 is row by row, others are tiles of the library's former kernels
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROLES = (
 )  # fmt: skip
 _MOST_STATE = 1 << 16  # bytes of JSON
 _CODES = 16
+_ROW_BY_ROW = 0  # of weight_format
 
 
 def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
@@ -58,10 +60,23 @@ def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
 
 
 def _make_int8(parts: Parts, tensors: Mapping[str, Tensor]) -> Made:
+    _check_row_by_row(parts, tensors)
     weight, most = tensors["weight"], tensors["SCB"].float()
     scale = Grid((most / 127)[:, None], 1, weight.shape[1])
     codes = weight.view(torch.uint8) ^ 128
     yield f"{parts.module}.weight", AffineCodes(codes, 8, scale, 128, inputs=InputCoding("int8", "token"))
+
+
+def _check_row_by_row(parts: Parts, tensors: Mapping[str, Tensor]) -> None:
+    layout = tensors.get("weight_format")
+    if layout is None or not bool((layout != _ROW_BY_ROW).any()):
+        return
+    name = parts.names["weight_format"]
+    raise CheckpointError(
+        f"tensor {name!r} is {layout.flatten()[:1].item()}: int8 in tiles (1 col32, 2 col_turing, 3 col_ampere) is not "
+        f"built; only {_ROW_BY_ROW} (row by row) is allowed",
+        param=name,
+    )
 
 
 def _make_table(parts: Parts, state: str, tensors: Mapping[str, Tensor]) -> Made:

@@ -3,7 +3,12 @@
     qweight int32 [width * bits / 32, rows]   qzeros int32 [groups, rows * bits / 32]   scales [groups, rows]
     g_idx int32 [width]: the group of each column; absent or in order where groups are neighbours
 
-Bits follow each other over words (3 bits too). Zero points of the first version of the format are one too small.
+Bits follow each other over words (3 bits too). Zero points of the first version of the format are one too small. Codes
+of 2, 4 and 8 bits get that one back as a whole word, because writers take it from whole words: below a zero point of 0
+it is borrowed from the next code. Without such a borrow, adding it code by code gives the same, but for a stored code
+of ones: here it is a 0, where writers that know no borrow may have meant one more than the largest code. Zero points of
+0 are what files have, and those beyond the codes' range are not, so it is read so. Codes of 3 bits, which cross words,
+get it one by one.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from quire.quant.coded import AffineCodes, Grid, open_words
 from quire.schema.errors import CheckpointError
 
 ROLES = ("qweight", "qzeros", "scales", "g_idx")
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # 1 in every code of a word
 
 
 def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
@@ -42,20 +48,25 @@ def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
         if "g_idx" in parts:
             parts.expect("g_idx", (width,), "one for each column")
             parts.expect_dtype("g_idx", torch.int32, torch.int64)
-        yield MatrixPlan(
-            parts.module, parts.names, partial(_make, parts, numbers.bits, group, int(about.zeros_from_one))
-        )
+        yield MatrixPlan(parts.module, parts.names, partial(_make, parts, numbers.bits, group, about.zeros_from_one))
 
 
-def _make(parts: Parts, bits: int, group: int, zero_offset: int, tensors: Mapping[str, Tensor]) -> Made:
+def _make(parts: Parts, bits: int, group: int, from_one: bool, tensors: Mapping[str, Tensor]) -> Made:
     codes = open_words(tensors["qweight"].t(), bits)
     scales = tensors["scales"].t().contiguous()
-    zeros = open_words(tensors["qzeros"], bits).t().to(torch.int16) + zero_offset
+    zeros = _zero_points(tensors["qzeros"], bits, from_one)
     order = column_order(parts, tensors.get("g_idx"), group, scales.shape[1])
     zero: Grid | int = Grid(zeros.contiguous(), 1, group)
     if torch.equal(zeros, zeros[:1, :1].expand_as(zeros)):
         zero = int(zeros[0, 0])
     yield f"{parts.module}.weight", AffineCodes(codes, bits, Grid(scales, 1, group), zero, order)
+
+
+def _zero_points(words: Tensor, bits: int, from_one: bool) -> Tensor:
+    """int16 [rows, groups]; `from_one`: stored one too small."""
+    if from_one and bits in _ONES:
+        return open_words(words + _ONES[bits], bits).t().to(torch.int16)  # int32 wraps around
+    return open_words(words, bits).t().to(torch.int16) + int(from_one)
 
 
 def column_order(parts: Parts, g_idx: Tensor | None, group: int, groups: int, role: str = "g_idx") -> Tensor | None:

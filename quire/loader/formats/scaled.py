@@ -5,7 +5,7 @@ compressed-tensors and Quark, NVFP4 and MXFP8 of ModelOpt, MXFP4 of Quark.
     weight int8 [rows, width]     weight_scale, and weight_zero_point where codes are not symmetric
     weight uint8 [rows, width/2]  e2m1, weight_scale float8 [rows, width/16], weight_scale_2 float32: of the whole;
                                   or weight_scale uint8 [rows, width/32]: powers of two
-    weight float8                 weight_scale uint8 [rows, width/32]: powers of two
+    weight float8                 weight_scale uint8 [rows, width/32], or one for each block: powers of two
 
 Both spellings of the scale multiply. `input_scale` is kept for kernels that round inputs.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.checkpoint.quantization import Quantization
 from quire.loader.formats.parts import FLOATS, FP8, Directory, Made, MatrixPlan, Parts, by_module, grid_of, scale_grid
 from quire.loader.formats.schemes import input_coding
-from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, Grid, InputCoding
+from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, Grid, InputCoding, power_of_two
 from quire.schema.errors import CheckpointError
 
 _SCALES = ("weight_scale", "weight_scale_inv")
@@ -75,10 +75,7 @@ def _layout(parts: Parts, about: Quantization) -> _Layout:
         _expect_one(parts, "weight_scale_2")
         return _Layout(role, (1, _NVFP4_GROUP), input_coding(parts, about, "fp4"))
     if parts[role].dtype == torch.uint8:
-        if kind not in FP8 or width % _MX_GROUP:
-            raise parts.wrong(role, f"scales that are powers of two belong to fp8 in groups of {_MX_GROUP}")
-        parts.expect(role, (rows, width // _MX_GROUP), f"one for each {_MX_GROUP} columns")
-        return _Layout(role, (1, _MX_GROUP), input_coding(parts, about, "fp8"))
+        return _Layout(role, _block_of_powers(parts, role, about.block), input_coding(parts, about, "fp8"))
     parts.expect_dtype(role, *FLOATS)
     block = scale_grid(parts, role, (rows, width), about.block or _scheme_block(about))
     if "weight_zero_point" in parts:
@@ -89,6 +86,18 @@ def _layout(parts: Parts, about: Quantization) -> _Layout:
     if kind == torch.int8 and about.family not in ("compressed-tensors", "modelopt", "quark"):
         raise parts.wrong("weight", f"{about.name} stores float8")
     return _Layout(role, block, input_coding(parts, about, "fp8" if kind in FP8 else "int8"))
+
+
+def _block_of_powers(parts: Parts, role: str, block: tuple[int, int] | None) -> tuple[int, int]:
+    """Rows and columns that share a power of two: those that the configuration says, or groups of MXFP8."""
+    rows, width = parts.matrix("weight")
+    if parts["weight"].dtype in FP8:
+        if block is not None and parts[role].shape == (-(-rows // block[0]), -(-width // block[1])):
+            return block
+        if width % _MX_GROUP == 0:
+            parts.expect(role, (rows, width // _MX_GROUP), f"one for each {_MX_GROUP} columns")
+            return 1, _MX_GROUP
+    raise parts.wrong(role, f"scales that are powers of two belong to fp8 in blocks, or in groups of {_MX_GROUP}")
 
 
 def _scheme_block(about: Quantization) -> tuple[int, int] | None:
@@ -118,6 +127,8 @@ def _make(parts: Parts, layout: _Layout, tensors: Mapping[str, Tensor]) -> Made:
         made = FloatCodes(weight, "e2m1", grid_of(scales, shape, layout.block), whole, inputs)
     else:
         shape = weight.shape[0], weight.shape[1]
+        if scales.dtype == torch.uint8 and layout.block != (1, _MX_GROUP):
+            scales = power_of_two(scales)  # as kernels of blocks read them
         scale = grid_of(scales, shape, layout.block)
         if weight.dtype in FP8:
             made = FloatCodes(weight, FP8[weight.dtype], scale, inputs=inputs)

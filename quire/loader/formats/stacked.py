@@ -3,7 +3,8 @@
     EXPERTS.gate_up_proj, EXPERTS.down_proj     float8, or uint8 with two codes of e2m1 in a byte (along the inputs)
         [experts, 2 * ffn, width] and [experts, width, ffn]: as transformers' fp8 has them
         [experts, width, 2 * ffn] and [experts, ffn, width]: as Llama 4 and Qwen3-VL have them
-    ..._scale_inv, ..._scale, ..._weight_scale  one, one per expert, per row of results, or per block; axes as above
+    ..._scale_inv, ..._scale, ..._weight_scale  one, one per expert, per row of results, or per block; axes as above;
+                                                floats, or uint8: powers of two
     ..._weight_scale_2                          NVFP4: of the whole, or of each expert
 
 Which of the two orders it is follows from the shapes of both tensors. Rows of gate come first, then those of up; in
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from quire.checkpoint.quantization import Quantization
 from quire.loader.formats.parts import FLOATS, FP8, Directory, Made, MatrixPlan, Parts
-from quire.quant.coded import FloatCodes, Grid
+from quire.quant.coded import FloatCodes, Grid, power_of_two
 from quire.quant.shard import Cut
 from quire.schema.errors import CheckpointError
 
@@ -101,7 +102,7 @@ def _stack(parts: Parts, about: Quantization, inputs_first: bool) -> _Stack:
         if parts["weight_scale_2"].shape not in ((), (1,), (experts,), (experts, 1), (experts, 1, 1)):
             raise parts.wrong("weight_scale_2", f"expected one number, or one for each of {experts} experts")
         return _Stack(rows, width, inputs_first, role, block)
-    parts.expect_dtype(role, *FLOATS)
+    parts.expect_dtype(role, *FLOATS, torch.uint8)
     known = [(rows, width), (1, width), *([about.block] if about.block is not None else [(128, 128)])]
     stored = parts[role].shape
     for block in known:
@@ -109,7 +110,7 @@ def _stack(parts: Parts, about: Quantization, inputs_first: bool) -> _Stack:
             return _Stack(rows, width, inputs_first, role, block)
     if stored in ((), (1,), (experts,), (experts, 1)):
         return _Stack(rows, width, inputs_first, role, (rows, width))
-    if stored == (experts, rows):
+    if stored in ((experts, rows), (experts, rows, 1)):  # the second whichever comes first: Llama 4's down_proj
         return _Stack(rows, width, inputs_first, role, (1, width))
     raise parts.wrong(role, f"expected one, one per expert, per row ({rows}) or per block of {list(known[-1])}")
 
@@ -124,6 +125,8 @@ def _make(parts: Parts, stack: _Stack, in_turn: bool, tensors: Mapping[str, Tens
     weight, scales = tensors["weight"], tensors[stack.scale]
     rows, width, block = stack.rows, stack.width, stack.block
     count, grid = weight.shape[0], (-(-rows // block[0]), -(-width // block[1]))
+    if scales.dtype == torch.uint8:
+        scales = power_of_two(scales)
     if not bool(scales.float().isfinite().all()):
         raise parts.wrong(stack.scale, "it holds scales that are not finite")
     spread = scales.reshape(-1, 1, 1).expand(count, 1, 1) if scales.numel() in (1, count) and grid == (1, 1) else scales
