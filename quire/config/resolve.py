@@ -731,9 +731,9 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    check_memory_nodes, check_ranks, check_engines, check_shares, choose_drafts, configure_drafter, check_encoder_decoder,
-    choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler,
-    choose_scheduling, choose_graphs, choose_cache, divide_contexts, spread_experts,
+    check_memory_nodes, check_ranks, check_engines, check_shares, choose_drafts, configure_drafter,
+    check_encoder_decoder, choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch,
+    choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache, divide_contexts, spread_experts,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

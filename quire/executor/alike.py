@@ -1,9 +1,9 @@
 """What ranks must have in common beside their options, where they are on several machines or started from outside.
 
 Each machine has an environment of its own, and versions of its own. Some of that decides which sums a step has, or how
-large they are: ranks that differ in it would wait for each other for ever. What they compute with may differ: it costs
-speed, and bits. In: what ranks say of themselves. Out: the first difference, in words, and what is worth a warning. Must
-not know: how it travels.
+large they are: ranks that differ in it would wait for each other for ever. What they compute with may differ; that costs
+speed, and bits. In: what ranks say of themselves. Out: the first difference, in words; what is worth a warning. Must not
+know: how it travels.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PACKAGES = "torch", "triton"  # of which torch brings NCCL
 _GPU, _CPU, _KERNELS = "GPU", "CPU instructions", env.CPU_KERNELS.spellings[0]
 _MACHINE = _GPU, _CPU, _KERNELS  # in which ranks may differ
 _INSTRUCTIONS = (  # in Linux's words: those that kernels are chosen by, Quire's own or torch's
-    "asimddp", "sve", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16",
-    "amx_tile", "amx_int8", "amx_bf16",
+    "asimddp", "sve", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni",
+    "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16",
 )  # fmt: skip
 
 
@@ -51,8 +51,8 @@ def remarks(statements: Sequence[Mapping[str, str]], name: Callable[[int], str])
         values = [one.get(key, "") for one in statements]
         if other := next((rank for rank, value in enumerate(values) if value != values[0]), 0):
             told.append(
-                f"{name(other)} has {key} {values[other]!r} and {name(0)} {values[0]!r}: a step takes as long as on the "
-                "slower of them, and their sums may round differently"
+                f"{name(other)} has {key} {values[other]!r} and {name(0)} {values[0]!r}: a step takes as long as on "
+                "the slower of them, and their sums may round differently"
             )
     return told
 

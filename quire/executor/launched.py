@@ -29,6 +29,7 @@ from quire.schema.step import Mask, StepPlan, StepResult
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
+log = logger(__name__)
 LAUNCHED = "env://"  # where torch.distributed finds its peers: as the launcher's variables say
 
 
