@@ -1,9 +1,9 @@
 """What ranks must have in common beside their options, where they are on several machines or started from outside.
 
 Each machine has an environment of its own, and versions of its own. Some of that decides which sums a step has, or how
-large they are: ranks that differ in it would wait for each other for ever. What they compute with may differ; that costs
-speed, and bits. In: what ranks say of themselves. Out: the first difference, in words; what is worth a warning. Must not
-know: how it travels.
+large they are: ranks that differ in it would wait for each other for ever. What they compute with may differ; that
+costs speed, and bits. In: what ranks say of themselves. Out: the first difference, in words; what is worth a warning.
+Must not know: how it travels.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def difference(statements: Sequence[Mapping[str, str]], name: Callable[[int], st
 
 def remarks(statements: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> list[str]:
     """How the machines of ranks differ: of each thing they compute with, the first difference."""
-    told = []
+    words = []
     for key in _MACHINE:
         values = [one.get(key, "") for one in statements]
         if other := next((rank for rank, value in enumerate(values) if value != values[0]), 0):
-            told.append(
+            words.append(
                 f"{name(other)} has {key} {values[other]!r} and {name(0)} {values[0]!r}: a step takes as long as on "
                 "the slower of them, and their sums may round differently"
             )
-    return told
+    return words
 
 
 def _machine() -> dict[str, str]:
