@@ -55,6 +55,9 @@ class Idle(LogitsProcessor):
     def apply(self, logits): return logits
 """
 _ONE_HEAD = ("--tensor-parallel-size", "2", "--load-format", "dummy", "--hf-overrides", '{"num_key_value_heads": 1}')
+_MIXTURE = json.dumps(
+    {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+)
 _BESIDE = {  # what a flag needs to mean something
     "mm-shm-cache-max-object-size-mb": ("--mm-processor-cache-type", "shm"),
     "decode-context-parallel-size": _ONE_HEAD,
@@ -75,7 +78,11 @@ _BESIDE = {  # what a flag needs to mean something
     "spec-tokens": ("--spec-method", "ngram"),
     "tool-call-parser": ("--enable-auto-tool-choice",),
     "enable-auto-tool-choice": ("--tool-call-parser", "hermes"),
-    "enable-eplb": ("--enable-expert-parallel", "--tensor-parallel-size", "2", "--load-format", "dummy"),
+    "enable-eplb": (
+        "--enable-expert-parallel", "--tensor-parallel-size", "2", "--load-format", "dummy", "--hf-overrides", _MIXTURE,
+    ),
+    "numa-bind-cpus": ("--numa-bind",),
+    "numa-bind-nodes": ("--numa-bind",),
     "enable-log-outputs": ("--enable-log-requests",),
     "enable-log-deltas": ("--enable-log-requests", "--enable-log-outputs"),
     "fingerprint-mode": ("--fingerprint-value", "mine"),
@@ -86,7 +93,7 @@ _BESIDE = {  # what a flag needs to mean something
     "enable-ssl-refresh": ("--ssl-certfile", "cert.pem"),
     "ssl-cert-reqs": ("--ssl-certfile", "cert.pem", "--ssl-ca-certs", "cert.pem"),
     "tool-parser-plugin": ("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-}
+}  # fmt: skip
 _OF_A_NODE = {"nnodes": "2", "node-rank": "1", "headless": ""}
 _OF_A_MACHINE = {"data-parallel-address": "127.0.0.1", "data-parallel-rpc-port": "a free one"}
 _VALUES: dict[str, tuple[str, ...]] = {  # where a value of the right type is not enough
@@ -118,7 +125,7 @@ _VALUES: dict[str, tuple[str, ...]] = {  # where a value of the right type is no
     "eplb-config": ('{{"window_size": 10}}',), "limit-mm-per-prompt": ('{{"image": 2}}',),
     "media-io-kwargs": ('{{"image": {{"a": 1}}}}',), "cudagraph-capture-sizes": ("1", "2"),
     "ssl-certfile": ("cert.pem",), "ssl-keyfile": ("key.pem",), "ssl-ca-certs": ("ca.pem",), "ssl-cert-reqs": ("1",),
-    "dcp-comm-backend": ("a2a",),
+    "dcp-comm-backend": ("a2a",), "numa-bind-cpus": ("0-3",),
     "uds": ("{folder}/socket",), "prefix-caching-hash-algo": ("sha256_cbor",), "root-path": ("/under",),
 }  # fmt: skip
 

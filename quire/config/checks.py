@@ -1,5 +1,5 @@
-"""Steps of resolve.py that only check: variables without effect are reported, impossible options refused (of traces, of
-media, of encoder-decoder models).
+"""Steps of resolve.py that only check: variables without effect are reported, impossible options refused (of memory
+nodes, of traces, of media, of encoder-decoder models).
 
 In: the names of variables that are set. Out: at most two warnings, or an error (fail_on_environ_validation) for unknown
 names. Must not know: values; base/env.py reads variables.
@@ -7,6 +7,7 @@ names. Must not know: values; base/env.py reads variables.
 
 import difflib
 import logging
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,7 @@ from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 
 log = logger(__name__)
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp")
+_CPU_LIST = re.compile(r"all|[+!]?\d+(-\d+)?(,\d+(-\d+)?)*")  # as numactl takes it
 
 
 def check_environment(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
@@ -52,6 +54,38 @@ def _with_hints(unknown: list[str]) -> str:
     known = [spelling for variable in env.ALL.values() for spelling in variable.spellings]
     near = ((name, difflib.get_close_matches(name, known, n=1, cutoff=0.85)) for name in unknown)
     return ", ".join(f"{name} (did you mean {close[0]}?)" if close else name for name, close in near)
+
+
+def check_memory_nodes(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """numa_bind_nodes and numa_bind_cpus have no effect here, but what vLLM refuses is a mistake here too."""
+    parallel = config.parallel_config
+    nodes, cpus = parallel.numa_bind_nodes, parallel.numa_bind_cpus
+    for name, values in (("numa_bind_nodes", nodes), ("numa_bind_cpus", cpus)):
+        if values is None:
+            continue
+        if not parallel.numa_bind:
+            raise ConfigError(f"{name}={list(values)} needs numa_bind", param=name, value=values)
+        if not values:
+            raise ConfigError(f"{name} is empty: name one for each device, or leave it out", param=name, value=values)
+    if wrong := [node for node in nodes or () if node < 0]:
+        raise ConfigError(
+            f"numa_bind_nodes has {wrong[0]}: nodes are counted from 0", param="numa_bind_nodes", value=nodes
+        )
+    if wrong_cpus := [entry for entry in cpus or () if not _is_cpu_list(entry)]:
+        raise ConfigError(
+            f"numa_bind_cpus has {wrong_cpus[0]!r}: each entry is a list of CPUs as numactl takes it, such as 0-3,8, "
+            "with ascending ranges",
+            param="numa_bind_cpus",
+            value=cpus,
+        )
+    return config
+
+
+def _is_cpu_list(entry: str) -> bool:
+    if _CPU_LIST.fullmatch(entry) is None:
+        return False
+    ranges = (map(int, part.split("-")) for part in entry.lstrip("+!").split(",") if "-" in part)
+    return all(first <= last for first, last in ranges)
 
 
 def check_traces(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:

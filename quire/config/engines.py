@@ -10,11 +10,12 @@ that do not know of each other. Must not know: how an engine is started, or whic
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from quire.base import env
-from quire.base.log import logger
+from quire.base.log import logger, once
 from quire.config.engine import EngineConfig, replace
 from quire.config.ranks import MOST_RANKS
 from quire.config.running import ParallelConfig
@@ -24,10 +25,21 @@ log = logger(__name__)
 _SIZE, _LOCAL, _RANK, _START = (
     "data_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank",
 )  # fmt: skip
+_ROUTING, _BY_LOAD = "data_parallel_routing", "least-loaded"
+_NOTHING_TO_ROUTE = "data_parallel_routing=%r has no effect: requests to this program all go to one engine"
 
 
 def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """How many engines there are, and which of them start here."""
+    config = _divided(requested, config)
+    parallel = config.parallel_config
+    routing = requested.get(_ROUTING)
+    if routing not in (None, _BY_LOAD) and len(parallel.engine_ranks) == 1 and not parallel.is_headless:
+        once(log, logging.INFO, _NOTHING_TO_ROUTE, routing)
+    return config
+
+
+def _divided(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     parallel = config.parallel_config
     rank, local = requested.get(_RANK), requested.get(_LOCAL)
     _check_sizes(parallel, rank, local)
@@ -42,7 +54,7 @@ def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineC
     if parallel.data_parallel_size == 1 and local != 0 and env.DP_SIZE.get() > 1:
         return _one_of_several_programs(config)
     if parallel.data_parallel_size == 1 and local != 0:
-        return config
+        return _only_engine(config)
     if parallel.distributed_executor_backend == "external_launcher":
         return _one_of_those_launched(config)
     if rank is not None or parallel.data_parallel_external_lb:
@@ -52,6 +64,20 @@ def check_engines(requested: Mapping[str, Any], config: EngineConfig) -> EngineC
     if local is not None and local < parallel.data_parallel_size:
         return _engines_of_several_machines(_with_address(requested, config), local)
     return _settled(config, rank=0, local=parallel.data_parallel_size)
+
+
+def _only_engine(config: EngineConfig) -> EngineConfig:
+    """There is nothing to divide among servers."""
+    parallel = config.parallel_config
+    start = parallel.data_parallel_start_rank
+    if start:
+        raise ConfigError(
+            f"{_START} is {start}; it must be below {_SIZE}={parallel.data_parallel_size}", param=_START, value=start
+        )
+    if not parallel.data_parallel_hybrid_lb:
+        return config
+    log.info("data_parallel_hybrid_lb has no effect: with %s 1 there is one engine, on one server", _SIZE)
+    return replace(config, **{"parallel_config.data_parallel_hybrid_lb": False})
 
 
 def _with_address(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:

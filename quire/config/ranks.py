@@ -30,8 +30,6 @@ def check_ranks(requested: Mapping[str, Any], config: EngineConfig) -> EngineCon
     size, backend = parallel.world_size, parallel.distributed_executor_backend
     _check_balance(config)
     _check_context(parallel)
-    if parallel.enable_expert_parallel:
-        _check_experts(config)
     if backend == "ray" and importlib.util.find_spec("ray") is None:
         if size > 1:
             raise MissingExtraError("distributed_executor_backend='ray'", "ray", "ray")
@@ -72,6 +70,8 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         )
     if nodes == 1:
         return
+    if parallel.distributed_executor_backend == "ray":
+        raise _wrong_backend_of_nodes(parallel)
     if parallel.nodes_have_engines:
         _check_engines_of_nodes(parallel)
         return
@@ -82,11 +82,16 @@ def _check_nodes(parallel: ParallelConfig) -> None:
             value=nodes,
         )
     if parallel.distributed_executor_backend not in (None, "mp", "external_launcher"):
-        raise ConfigError(
-            f"nnodes={nodes} needs distributed_executor_backend='mp', not {parallel.distributed_executor_backend!r}",
-            param="distributed_executor_backend",
-            value=parallel.distributed_executor_backend,
-        )
+        raise _wrong_backend_of_nodes(parallel)
+
+
+def _wrong_backend_of_nodes(parallel: ParallelConfig) -> ConfigError:
+    backend = parallel.distributed_executor_backend
+    return ConfigError(
+        f"nnodes={parallel.nnodes} needs distributed_executor_backend='mp', not {backend!r}",
+        param="distributed_executor_backend",
+        value=backend,
+    )
 
 
 def _check_engines_of_nodes(parallel: ParallelConfig) -> None:
@@ -107,12 +112,6 @@ def _check_engines_of_nodes(parallel: ParallelConfig) -> None:
         param="nnodes",
         value=nodes,
     )
-
-
-def _check_experts(config: EngineConfig) -> None:
-    parallel = config.parallel_config
-    if parallel.tensor_parallel_size == 1 and parallel.data_parallel_size == 1:
-        log.info("enable_expert_parallel has no effect: with tensor_parallel_size 1 every engine has all experts")
 
 
 def _check_balance(config: EngineConfig) -> None:
@@ -227,12 +226,22 @@ def check_shares(requested: Mapping[str, Any], config: EngineConfig) -> EngineCo
 def spread_experts(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """Whether the ranks of all engines divide a mixture's experts among themselves, and run every step together."""
     parallel = config.parallel_config
-    if not parallel.enable_expert_parallel or parallel.data_parallel_size == 1:
+    if not parallel.enable_expert_parallel:
         return config
     if config.model_config.facts.num_experts == 0:
-        log.info("enable_expert_parallel has no effect: the model has no experts")
+        return _without_experts(config)
+    if parallel.data_parallel_size == 1:
+        if parallel.tensor_parallel_size == 1:
+            log.info("enable_expert_parallel has no effect: with tensor_parallel_size 1 every engine has all experts")
         return config
     if why := _why_apart(config):
+        if parallel.enable_eplb and parallel.tensor_parallel_size == 1:
+            raise NotBuiltError(
+                f"enable_eplb: each engine has one rank with all experts, and none can move between engines: {why}; "
+                "set tensor_parallel_size above 1",
+                param="enable_eplb",
+                value=True,
+            )
         log.warning(
             "enable_expert_parallel divides experts among the %d ranks of each engine, not among engines: %s",
             parallel.world_size,
@@ -242,6 +251,19 @@ def spread_experts(requested: Mapping[str, Any], config: EngineConfig) -> Engine
     ranks = parallel.world_size_across_dp
     log.info("Experts are divided among the %d ranks of all engines, which run every step together", ranks)
     return replace(config, **{"parallel_config.experts_span_engines": True})
+
+
+def _without_experts(config: EngineConfig) -> EngineConfig:
+    """Of a dense model: its experts can be neither divided nor moved."""
+    kind = config.model_config.facts.model_type
+    if config.parallel_config.enable_eplb:
+        raise ConfigError(
+            f"enable_eplb: a model of type {kind!r} has no experts to balance; it is for mixtures of experts",
+            param="enable_eplb",
+            value=True,
+        )
+    log.info("enable_expert_parallel has no effect: a model of type %r has no experts to divide", kind)
+    return config
 
 
 def _why_apart(config: EngineConfig) -> str:

@@ -21,7 +21,13 @@ from quire.checkpoint.quantization import Quantization, add_quantization, agrees
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
-from quire.config.checks import check_encoder_decoder, check_environment, check_media, check_traces
+from quire.config.checks import (
+    check_encoder_decoder,
+    check_environment,
+    check_media,
+    check_memory_nodes,
+    check_traces,
+)
 from quire.config.drafting import MODEL_METHODS, choose_drafts
 from quire.config.engine import EngineConfig, replace
 from quire.config.engines import check_engines
@@ -689,6 +695,7 @@ def _check_media_adapters(model: ModelConfig, folders: Mapping[str, str]) -> Non
 STEPS: tuple[Step, ...] = (
     refuse,
     check_environment,
+    check_memory_nodes,
     choose_thinking,
     choose_device,
     check_ranks,
@@ -724,9 +731,9 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    check_ranks, check_engines, check_shares, choose_drafts, configure_drafter, check_encoder_decoder,
-    choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler,
-    choose_scheduling, choose_graphs, choose_cache, divide_contexts, spread_experts,
+    check_memory_nodes, check_ranks, check_engines, check_shares, choose_drafts, configure_drafter,
+    check_encoder_decoder, choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch,
+    choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache, divide_contexts, spread_experts,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -193,6 +193,9 @@ class ParallelConfig(Group):
     master_addr: str = option("127.0.0.1", "Name or IPv4 address of the first machine, on which it listens for others.")
     master_port: int = option(29501, "Port on which it does.", low=1, high=65535)
     worker_extension_cls: str = option("", "Import path of a class whose methods are added to the worker.")
+    numa_bind: bool = unavailable()
+    numa_bind_nodes: tuple[int, ...] | None = unavailable()
+    numa_bind_cpus: tuple[str, ...] | None = unavailable()
     assigned_physical_gpu_ids: str | tuple[int, ...] | None = unavailable(accepts=str | None)
     # results
     rank: int = 0

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Concatenate, get_type_hints
 import msgspec
 
 from quire.base import env, registry
+from quire.base.log import logger
 from quire.config.engine import replace
-from quire.executor.alike import difference, statement
+from quire.executor.alike import difference, remarks, statement
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.executor.inproc import InProcessExecutor, no_worker
 from quire.schema.errors import ConfigError, EngineDeadError
@@ -28,6 +29,7 @@ from quire.schema.step import Mask, StepPlan, StepResult
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
+log = logger(__name__)
 LAUNCHED = "env://"  # where torch.distributed finds its peers: as the launcher's variables say
 
 
@@ -56,7 +58,7 @@ class LaunchedExecutor(InProcessExecutor):
         size = parallel.world_size
         config = replace(config, **{f"parallel_config.{name}": value for name, value in places(size).items()})
         self._num_ranks, self._stages = size, parallel.pipeline_parallel_size
-        rank = launched_rank(size * parallel.data_parallel_size) % size
+        rank = self._rank = launched_rank(size * parallel.data_parallel_size) % size
         self._worker: WorkerProtocol | None = registry.load(WORKER)(
             config, rank=rank, num_workers=size, meeting=LAUNCHED
         )
@@ -93,6 +95,9 @@ class LaunchedExecutor(InProcessExecutor):
         statements = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in answers]
         if why := difference(statements, lambda rank: f"rank {rank}"):
             raise ConfigError(why, param="distributed_executor_backend", value="external_launcher")
+        if self._rank == 0:
+            for remark in remarks(statements, lambda rank: f"rank {rank}"):
+                log.warning("%s", remark)
 
     def _sample(self, step: int, mask: Mask | None) -> PendingResult:
         pending = self.worker.sample(step, mask)

@@ -35,7 +35,7 @@ from quire.base.log import logger
 from quire.base.seal import new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
 from quire.base.streams import StreamHub, StreamWire
-from quire.executor.alike import difference, statement
+from quire.executor.alike import difference, remarks, statement
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.executor.beats import Activity, Pulses, StepLimit, WorkerBeat, stacks
 from quire.executor.members import SAID, Launch, WorkerBoot, on_this_host, why_dead, why_lost
@@ -337,8 +337,12 @@ class RemoteExecutor:
     def _join(self, message: WorkerJoined) -> None:
         self._about[message.rank] = message.about
         ranks = sorted(self._about)
-        if why := difference([self._about[rank] for rank in ranks], lambda place: self._name(ranks[place])):
+        statements = [self._about[rank] for rank in ranks]
+        if why := difference(statements, lambda place: self._name(ranks[place])):
             raise PeerGoneError(why)
+        if len(ranks) == self.num_workers:
+            for remark in remarks(statements, self._name):
+                log.warning("%s", remark)
         self._hub.open(str(message.rank), message.address)
         self._joined[message.rank].set_result(None)
 

@@ -35,6 +35,9 @@ def resolve(folder: Path, *, headless: bool = False, model: dict[str, Any] | Non
         ({"data_parallel_size": 2, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, [0, 1], ""),
         ({"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_start_rank": 3}, [3], "external"),
         ({"data_parallel_rank": 0}, [0], ""),
+        ({"data_parallel_start_rank": 0}, [0], ""),
+        ({"data_parallel_hybrid_lb": True}, [0], ""),
+        ({"data_parallel_hybrid_lb": True, "data_parallel_size_local": 1}, [0], ""),
     ],
 )
 def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb: str, tmp_path: Path) -> None:
@@ -55,6 +58,7 @@ def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb:
         ({"data_parallel_size_local": 0, "nnodes": 2, "tensor_parallel_size": 2}, NotBuiltError, "nnodes=2 with data_"),
         ({"data_parallel_size": 2, "data_parallel_rpc_port": 65536}, ConfigError, "at most 65535"),
         ({"data_parallel_external_lb": True}, ConfigError, "needs data_parallel_size above 1"),
+        ({"data_parallel_start_rank": 1}, ConfigError, "start_rank is 1; it must be below data_parallel_size=1"),
         ({"data_parallel_size": 2, "data_parallel_external_lb": True}, ConfigError, "needs data_parallel_rank"),
         ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, ConfigError, "needs data_parallel_size_local"),
         ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True, "data_parallel_external_lb": True}, ConfigError,
@@ -71,6 +75,39 @@ def test_which_engines_start_here(options: dict[str, Any], ranks: list[int], lb:
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=said):
         resolve(tmp_path, **options)
+
+
+def test_hybrid_balancing_of_one_engine_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    resolve(tmp_path, data_parallel_hybrid_lb=True)
+    assert "data_parallel_hybrid_lb has no effect: with data_parallel_size 1 there is one engine" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "headless", "is_told"),
+    [
+        ({}, False, True),
+        ({"data_parallel_size": 2, "data_parallel_rank": 1}, False, True),
+        ({"data_parallel_size_local": 0}, False, True),
+        ({"data_parallel_routing": "least-loaded"}, False, False),
+        ({"data_parallel_size": 2}, False, False),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, False, False),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, True, False),
+    ],
+)
+def test_routing_to_one_engine_is_told_once(
+    options: dict[str, Any],
+    headless: bool,
+    is_told: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.base.log._logged", set())
+    caplog.set_level("INFO")
+    for _ in range(2):
+        resolve(tmp_path, headless=headless, **{"data_parallel_routing": "prefix-aware"} | options)
+    assert caplog.text.count("data_parallel_routing='prefix-aware' has no effect") == is_told
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,11 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
             "nnodes=2 needs distributed_executor_backend='mp', not 'ray'",
         ),
         (
+            {"nnodes": 2, "data_parallel_size": 2, "distributed_executor_backend": "ray"},
+            ConfigError,
+            "nnodes=2 needs distributed_executor_backend='mp', not 'ray'",
+        ),
+        (
             {"enable_lora": True, "distributed_executor_backend": "external_launcher"},
             NotBuiltError,
             "adapters are read",
@@ -82,6 +87,16 @@ def test_who_starts_the_workers(options: dict[str, Any], backend: str | None, tm
         ),
         ({"enable_eplb": True, "tensor_parallel_size": 2}, ConfigError, "enable_eplb: it needs enable_expert_parallel"),
         ({"enable_eplb": True, "enable_expert_parallel": True}, ConfigError, "enable_eplb: there is one rank"),
+        (
+            {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2},
+            ConfigError,
+            "enable_eplb: a model of type 'llama' has no experts to balance",
+        ),
+        (
+            {"enable_eplb": True, "enable_expert_parallel": True, "data_parallel_size": 2},
+            ConfigError,
+            "enable_eplb: a model of type 'llama' has no experts to balance",
+        ),
         (
             {"eplb_config": {"num_redundant_experts": 2}},
             ConfigError,
@@ -207,7 +222,37 @@ def test_whose_experts_are_divided_among_engines(
         assert not EngineArgs(**more).create_engine_config().parallel_config.experts_span_engines
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     parallel = EngineArgs(**more, data_parallel_size=2).create_engine_config().parallel_config
-    assert not parallel.experts_span_engines and "the model has no experts" in caplog.text
+    assert not parallel.experts_span_engines and "has no experts to divide" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+def test_whole_experts_of_a_dense_model_are_one_line(
+    sizes: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    resolve(tmp_path, enable_expert_parallel=True, **sizes)
+    lines = [line for line in caplog.messages if "expert" in line]
+    assert lines == ["enable_expert_parallel has no effect: a model of type 'llama' has no experts to divide"]
+
+
+def test_whole_experts_of_one_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    resolve(tmp_path, model=MIXTURE, enable_expert_parallel=True)
+    assert "enable_expert_parallel has no effect: with tensor_parallel_size 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"data_parallel_rank": 1}, "several programs start them"),
+        ({"load_format": "sharded_state"}, "files of load_format 'sharded_state'"),
+    ],
+)
+def test_experts_move_only_between_ranks_that_divide_them(options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    options = dict(options, enable_expert_parallel=True, enable_eplb=True, data_parallel_size=2)
+    with pytest.raises(NotBuiltError, match=f"enable_eplb: each engine has one rank with all experts.*{why}"):
+        resolve(tmp_path, model=MIXTURE, **options)
+    assert resolve(tmp_path, model=MIXTURE, tensor_parallel_size=2, **options).enable_eplb
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -83,6 +83,8 @@ def test_what_is_not_in_the_table_works() -> None:
             "neither sends nor receives KV; leave kv_transfer_config at None",
         ),
         ("enable_mfu_metrics", True, "this version does not measure it"),
+        ("enable_elastic_ep", True, "the ranks that were started, whose number does not change"),
+        ("enable_shm_tensor_arena", True, "are sent between processes in messages"),
         (
             "fault_tolerance_config",
             {"engine_recovery_timeout_sec": 1},
@@ -94,6 +96,20 @@ def test_a_refusal_says_which_feature_is_missing(name: str, value: Any, words: s
     with pytest.raises(NotBuiltError, match=re.escape(words)) as refused:
         EngineArgs(model="x", **{name: value}).create_engine_config()
     assert str(refused.value).startswith(f"{name}=")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("enable_dbo", "its collectives are not overlapped with its arithmetic"),
+        ("dbo_decode_token_threshold", "its collectives are not overlapped with its arithmetic"),
+        ("enable_batch_sharded_sampling", "samples the whole batch, so that no token is sent around"),
+        ("enable_hc_sp", "no model of this version has hyper-connections"),
+        ("max_parallel_loading_workers", "all workers load at once"),
+    ],
+)
+def test_what_has_no_effect_on_ranks_says_why(name: str, words: str) -> None:
+    assert declarations(groups.ParallelConfig)[name].option.why.endswith(words)
 
 
 @pytest.mark.parametrize(

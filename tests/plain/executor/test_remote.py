@@ -24,9 +24,10 @@ import zmq
 
 from quire.base import env
 from quire.base.curve import Curve
+from quire.base.machine import Gpu
 from quire.base.seal import Seal, SealError, new_secret
 from quire.base.sockets import Hub, Wire
-from quire.executor.alike import difference, statement
+from quire.executor.alike import difference, remarks, statement
 from quire.executor.base import Executor, WorkerProtocol, least_by_stage, one_model
 from quire.executor.members import Launch, WorkerBoot, WorkerProcess, on_this_host
 from quire.executor.remote import RemoteExecutor, types_of
@@ -244,6 +245,48 @@ def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     env.BATCH_INVARIANT.forget()
     told = difference([own, own, own | {"torch": "1.0"}], "worker {}".format)
     assert told.startswith(f"worker 2 has torch '1.0' and worker 0 {own['torch']!r}")
+
+
+def test_ranks_may_compute_with_other_devices_and_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = statement() | {"GPU": "NVIDIA H200"}
+    other = own | {"GPU": "NVIDIA L4", "CPU instructions": "avx2", "QUIRE_CPU_KERNELS": "avx2"}
+    assert difference([own, other], "worker {}".format) == "" and remarks([own, own], "worker {}".format) == []
+    gpu, instructions, kernels = remarks([own, own, other], "worker {}".format)
+    assert gpu.startswith("worker 2 has GPU 'NVIDIA L4' and worker 0 'NVIDIA H200': a step takes as long as")
+    assert instructions.startswith("worker 2 has CPU instructions 'avx2' and worker 0 ")
+    assert kernels.startswith("worker 2 has QUIRE_CPU_KERNELS 'avx2' and worker 0 ")
+    assert remarks([{}, {}], "worker {}".format) == []  # of one machine: they say nothing of themselves
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"), [(None, "none"), (Gpu("", 0), "unknown"), (Gpu("NVIDIA H200", 1 << 37), "NVIDIA H200")]
+)
+def test_what_a_rank_says_of_its_machine(gpu: Gpu | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.executor.alike.find_gpu", lambda: gpu)
+    monkeypatch.setattr("quire.executor.alike.cpu_flags", lambda: frozenset({"fma", "avx2", "fpu"}))
+    monkeypatch.setattr(env.CPU_KERNELS, "_value", "avx2")
+    own = statement()
+    assert (own["GPU"], own["CPU instructions"], own["QUIRE_CPU_KERNELS"]) == (said, "avx2 fma", "avx2")
+
+
+def test_ranks_with_other_kernels_start_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def launch(boots: Sequence[WorkerBoot], names: Sequence[str]) -> list[WorkerProcess]:
+        started = []
+        for boot, name in zip(boots, names, strict=True):
+            with monkeypatch.context() as there:
+                there.setenv("QUIRE_CPU_KERNELS", ("auto", "off")[boot.rank])
+                started.append(WorkerProcess(boot, name))
+        return started
+
+    executor = start(2, host="127.0.0.1", launch=launch)
+    try:
+        assert executor.call("add", [1], {}, 30.0) == [2, 3]
+    finally:
+        executor.shutdown()
+    told = [line for line in caplog.messages if "QUIRE_CPU_KERNELS" in line]
+    assert len(told) == 1 and told[0].startswith("worker 1 has QUIRE_CPU_KERNELS 'off' and worker 0 'auto'")
 
 
 def test_an_answer_that_cannot_be_taken_ends_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_what_readme_says_is_missing_is_refused(feature: str) -> None:
 def test_every_feature_that_options_are_refused_for_is_in_readme() -> None:
     text = (ROOT / "quire/config/unavailable.txt").read_text().partition("[reasons]")[2].partition("\n[")[0]
     denied = {line.split(" | ")[0].strip() for line in text.splitlines() if "| this version" in line}
-    small = {"one-process", "one-device", "step-metrics"}  # settings of what there is
+    small = {"step-metrics"}  # a setting of what there is
     assert denied - small <= set(ABSENT_FEATURES.values())
 
 
