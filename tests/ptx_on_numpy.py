@@ -23,6 +23,7 @@ _NOTHING = (
 _SIZES = {"b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "s32": np.int32}
 _COMPARED: dict[str, Callable] = {
     "lt": np.less, "gt": np.greater, "le": np.less_equal, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }  # fmt: skip
 _LOGIC: dict[str, Callable] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _WHOLE: dict[str, Callable] = {

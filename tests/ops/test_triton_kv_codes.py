@@ -192,6 +192,15 @@ def test_what_codes_mean_is_computed_without_them(dtype):
     assert torch.equal(found, x.to(dtype).float())
 
 
+@pytest.mark.parametrize("largest", [*kv_codes.LARGEST.values()])
+def test_what_is_not_a_number_has_no_code_that_is_one(largest):
+    """Whatever its bits: those of the NaN that a GPU makes are all set but the sign."""
+    x = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, -0x400000], dtype=torch.int32).view(torch.float32)
+    found = torch.zeros_like(x)
+    _meant_kernel[(1,)](x, found, largest, len(x))
+    assert found.isnan().all()
+
+
 def test_numbers_beyond_the_largest_code_become_it():
     case = case_of([(4, 4)], FORMS["e4m3"] | {"scales": (0.001, 0.001)}, size=16)
     backend = TritonAttention(fixed=False)

@@ -57,7 +57,8 @@ def meant(code, LARGEST: tl.constexpr):
     else:  # e5m2: two, and 2 ** -16
         normal = (bits + 0xFFFFF + ((bits >> 21) & 1)) & ~0x1FFFFF
         small, least = (code + 192.0) - 192.0, 6.103515625e-05
-    return tl.where(tl.abs(code) < least, small, normal.to(tl.float32, bitcast=True))
+    y = tl.where(tl.abs(code) < least, small, normal.to(tl.float32, bitcast=True))
+    return tl.where(code == code, y, code)  # the carry would make a zero of a GPU's NaN, whose bits are all set
 
 
 @triton.jit
