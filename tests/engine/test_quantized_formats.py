@@ -410,7 +410,6 @@ def meaning_without(name, ending):
         ("auto-round", "packing_format", "auto_round:gptqmodel"),
         ("auto-round", "packing_format", "auto_round"),
         ("auto-round-gptqmodel", "packing_format", "auto_round:auto_gptq"),
-        ("auto-round-plain", "packing_format", "auto_round:auto_gptq"),
         ("awq", "group_size", 64),
         ("fp8-blocks", "weight_block_size", [40, 24]),
     ],
@@ -424,6 +423,17 @@ def test_every_number_counts(tmp_path, name, key, value):
         assert "proj" in str(wrong)
     else:
         assert found > 20 * TOLERANCE
+
+
+def test_symmetric_zero_points_that_are_not_one_too_small(tmp_path):
+    """Some exporters write the middle itself, and name the first version of GPTQ, or none."""
+    form = auto_round(gptq(4, 32, True, v2=True), "auto_round:auto_gptq")
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {**gptq(4, 32, True).config, "checkpoint_format": "gptq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
 
 
 OTHERS = [
