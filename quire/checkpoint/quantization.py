@@ -55,7 +55,7 @@ _ZEROS_FROM_ONE = re.compile(rf"(auto[-_]?round:)?(auto_)?gptq(:{_KERNELS})?")
 _PATTERN_SIGNS = frozenset("*+?^$()[]{}|\\")  # which no name of a module has
 _MOST_RULES, _LONGEST_RULE = 4096, 1024
 _PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-                   "mxfp4-pack-quantized", "mixed-precision", "dense")  # fmt: skip
+                   "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ from tests.quantized import (
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+MX8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 IDS = [list(range(4, 40)), [300, 7, 7, 25]]
 TOLERANCE = 1e-4  # of logits, to the largest
 EXACT, MINIMA, ROUNDED = 0.0, 2**-10, 0.5 / 127  # of a stored number, to the largest of its 32 neighbours
@@ -167,6 +168,7 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
         "Q6Z", MINIMA,
     ),
     "ct-mxfp4": (compressed("mxfp4-pack-quantized", mx4, {"num_bits": 4, "type": "float"}), "Q5Z", EXACT),
+    "ct-mxfp8": (compressed("mxfp8-quantized", mx8, MX8, {**MX8, "dynamic": True}), "Q8Z", ROUNDED),
     "modelopt-fp8": (
         Form({}, static(small_floats(0, 0, E4M3, "weight_scale", shape=())), extra={
             "hf_quant_config.json": json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}})
