@@ -98,6 +98,8 @@ def test_packings_of_auto_round(packing: str | None, family: str, from_one: bool
     [
         ("auto", True),
         ("auto_round:gptq:exllamav2", True),
+        ("auto_round:gptq:cuda", True),
+        ("auto_gptq:exllama", True),
         ("autoround:exllamav2", False),
         ("auto_round:tritonv2", False),
     ],
