@@ -38,7 +38,11 @@ PICKLED = {  # formats whose torch files (.bin, .pt) hold pickled objects -> wha
     "torchao": "torchao as transformers saves it with safe_serialization=True",
 }
 FORMATS = tuple(sorted(set(FAMILIES.values())))
-ANY_OF = dict.fromkeys(("moe_wna16", "cpu_wna16", *_AUTO_ROUND), ("gptq", "awq"))
+ANY_OF: dict[str, tuple[str, ...]] = {  # names that only options use, or of two families -> the families they may name
+    **dict.fromkeys(("moe_wna16", "cpu_wna16", *_AUTO_ROUND), ("gptq", "awq")),
+    **dict.fromkeys(("bitblas", "auto_gptq"), ("gptq",)), **dict.fromkeys(("auto_awq", "awq_triton"), ("awq",)),
+    "modelopt_mixed": ("modelopt",), "gpt_oss_mxfp4": ("mxfp4",),
+}  # fmt: skip
 NEAREST = {  # what is refused by name -> what to use instead
     "deepspeedfp": "fp8", "aqlm": "GPTQ with 2 bits", "quip": "GPTQ with 2 bits", "eetq": "bitsandbytes (int8)",
     "quanto": "compressed-tensors", "higgs": "GPTQ or AWQ", "vptq": "GPTQ with 2 bits", "spqr": "GPTQ with 3 bits",
