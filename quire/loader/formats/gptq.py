@@ -6,9 +6,10 @@
 Bits follow each other over words (3 bits too). Zero points of the first version of the format are one too small. Codes
 of 2, 4 and 8 bits get that one back as a whole word, because writers take it from whole words: below a zero point of 0
 it is borrowed from the next code. Without such a borrow, adding it code by code gives the same, but for a stored code
-of ones: here it is a 0, where writers that know no borrow may have meant one more than the largest code. Zero points of
-0 are what files have, and those beyond the codes' range are not, so it is read so. Codes of 3 bits, which cross words,
-get it one by one, and a code of ones is a 0 there too.
+of ones: here it is a 0 that carries one to the next code, where writers that know no borrow may have meant one more
+than the largest code. Zero points of 0 are what files have, and those beyond the codes' range are not, so it is read
+so. (AutoGPTQ's own packer lost all codes of a word above such a 0; no reader finds them.) Codes of 3 bits, which cross
+words, get it one by one, and a code of ones is a 0 there too.
 
 Of a symmetric matrix the zero point is the middle of the codes. Some files say that they are of the first version and
 store the middle itself; some of 3 bits have other ones taken from their words. Both are read as the middle.
