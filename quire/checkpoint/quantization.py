@@ -38,7 +38,11 @@ PICKLED = {  # formats whose torch files (.bin, .pt) hold pickled objects -> wha
     "torchao": "torchao as transformers saves it with safe_serialization=True",
 }
 FORMATS = tuple(sorted(set(FAMILIES.values())))
-ANY_OF = dict.fromkeys(("moe_wna16", "cpu_wna16", *_AUTO_ROUND), ("gptq", "awq"))
+ANY_OF: dict[str, tuple[str, ...]] = {  # names that only options use, or of two families -> the families they may name
+    **dict.fromkeys(("moe_wna16", "cpu_wna16", *_AUTO_ROUND), ("gptq", "awq")),
+    **dict.fromkeys(("bitblas", "auto_gptq"), ("gptq",)), **dict.fromkeys(("auto_awq", "awq_triton"), ("awq",)),
+    "modelopt_mixed": ("modelopt",), "gpt_oss_mxfp4": ("mxfp4",),
+}  # fmt: skip
 NEAREST = {  # what is refused by name -> what to use instead
     "deepspeedfp": "fp8", "aqlm": "GPTQ with 2 bits", "quip": "GPTQ with 2 bits", "eetq": "bitsandbytes (int8)",
     "quanto": "compressed-tensors", "higgs": "GPTQ or AWQ", "vptq": "GPTQ with 2 bits", "spqr": "GPTQ with 3 bits",
@@ -51,11 +55,11 @@ _MODELOPT = "hf_quant_config.json"
 _BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
 _KERNELS = "(exllamav2|tritonv2|triton)"  # that AutoRound's packings, in order of GPTQ, were made for
 _ZEROS_AS_THEY_ARE = re.compile(rf"auto[-_]?round(:gptqmodel|:{_KERNELS})?")
-_ZEROS_FROM_ONE = re.compile(rf"(auto[-_]?round:)?(auto_)?gptq(:{_KERNELS})?")
+_ZEROS_FROM_ONE = re.compile(rf"(auto[-_]?round:)?(auto_)?gptq(:{_KERNELS}|:exllama|:cuda)?")
 _PATTERN_SIGNS = frozenset("*+?^$()[]{}|\\")  # which no name of a module has
 _MOST_RULES, _LONGEST_RULE = 4096, 1024
 _PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-                   "mxfp4-pack-quantized", "mixed-precision", "dense")  # fmt: skip
+                   "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense")  # fmt: skip
 
 
 @dataclass(frozen=True)

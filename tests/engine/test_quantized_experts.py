@@ -88,6 +88,7 @@ KEPT = [  # architecture, form, sizes, the form of codes (w1, w2); None: decoded
     ("Qwen3MoeForCausalLM", "ct-w8a8-fp8", {}, "e4m3"),
     ("Qwen3MoeForCausalLM", "ct-w8a8-int8", {}, None),
     ("Qwen3MoeForCausalLM", "ct-mxfp4", {}, "e2m1"),
+    ("Qwen3MoeForCausalLM", "ct-mxfp8", {}, None),
     ("Qwen3MoeForCausalLM", "ct-nvfp4", {}, "e2m1"),
     ("Qwen3MoeForCausalLM", "modelopt-nvfp4", {}, "e2m1"),
     ("Qwen3MoeForCausalLM", "modelopt-fp8", {}, "e4m3"),
@@ -398,6 +399,8 @@ def test_rows_of_zeros_can_be_rounded():
         (MORE["gptq-8-rows"].config, None),
         (MORE["modelopt-nvfp4"].config, CodeLayout("e2m1", by_row=True, block=(1, 16), scale=E4M3)),
         (MORE["ct-w8a8-fp8"].config, CodeLayout("e4m3", by_row=True)),
+        (MORE["ct-mxfp8"].config, None),
+        (MORE["quark-fp8-rows"].config, CodeLayout("e4m3", by_row=True)),
     ],
 )
 def test_dummy_weights_have_the_layout_of_the_configuration(tmp_path, settings, wanted):

@@ -21,7 +21,7 @@ from quire.loader.files import WeightPiece, read_directory, read_metadata
 from quire.loader.formats.parts import TensorAbout
 from quire.loader.load import load_model
 from quire.ops.cpu.native import kernels
-from quire.quant.coded import AffineCodes, FloatCodes
+from quire.quant.coded import AffineCodes, FloatCodes, Grid
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from tests.engine.test_quantized_formats import FORMS, QUARK_MX4, error_to
 from tests.exporters import ao_float8, ao_int4, ao_integers, ao_tiles, hqq
@@ -470,13 +470,44 @@ def test_gptq_zero_points_that_borrow_from_their_neighbours(bits, ones, every):
     zeros = torch.randint(1, 1 << bits, (2, 32), generator=draw)
     zeros[:, every - 1 :: every] = 0
     scales = torch.rand((2, 32), generator=draw).half() + 0.5
-    tensors = {"qweight": stream(codes, bits).t(), "qzeros": stream(zeros, bits) - ones, "scales": scales}
-    directory = {f"a.{role}": TensorAbout(t.dtype, tuple(t.shape)) for role, t in tensors.items()}
-    about = read_quantization({"quantization_config": {**GPTQ.config, "bits": bits, "sym": False}})
-    (plan,) = CodedStage(directory, about).plans
-    ((_, made),) = plan.make(tensors)
+    made = of_gptq(bits, codes, scales, stream(zeros, bits) - ones, sym=False)
     group = torch.arange(64) // 32
     assert torch.equal(made.numbers(), (codes - zeros.t()[:, group]) * scales.t().float()[:, group])
+
+
+def of_gptq(bits, codes, scales, qzeros, **settings):
+    """The one matrix of such tensors, in groups of 32, of GPTQ's first version."""
+    tensors = {"qweight": stream(codes, bits).t(), "qzeros": qzeros, "scales": scales}
+    directory = {f"a.{role}": TensorAbout(t.dtype, tuple(t.shape)) for role, t in tensors.items()}
+    about = read_quantization({"quantization_config": {**GPTQ.config, "bits": bits, **settings}})
+    (plan,) = CodedStage(directory, about).plans
+    ((_, made),) = plan.make(tensors)
+    return made
+
+
+def test_gptq_zero_points_of_3_bits():
+    """Which writers take 1 from one by one: a 0 becomes the largest code."""
+    codes, zeros = torch.arange(32 * 64).view(32, 64) % 8, torch.arange(64).view(2, 32) % 8
+    made = of_gptq(3, codes, torch.ones((2, 32)), stream((zeros - 1) % 8, 3), sym=False)
+    assert torch.equal(made.numbers(), (codes - zeros.t()[:, torch.arange(64) // 32]).float())
+
+
+SWAPPED = torch.tensor([0x24924924, 0x92492492 - (1 << 32), 0x49249249], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_symmetric_means_the_middle(bits):
+    """However it is stored: one too small, as it is, or with the ones that GPTQModel once took from words of 3 bits."""
+    middle = 1 << bits - 1
+    codes = torch.arange(32 * 64).view(32, 64) % (1 << bits)
+    plain = stream(torch.full((2, 32), middle), bits)
+    for stored in (plain, stream(torch.full((2, 32), middle - 1), bits), *([plain - SWAPPED] if bits == 3 else [])):
+        made = of_gptq(bits, codes, torch.ones((2, 32)), stored, sym=True)
+        assert made.zero == middle and torch.equal(made.numbers(), (codes - middle).float())
+    one = plain.clone()
+    one[1, 0] ^= 1
+    assert isinstance(of_gptq(bits, codes, torch.ones((2, 32)), one, sym=True).zero, Grid)
+    assert of_gptq(bits, codes, torch.ones((2, 32)), plain, sym=False).zero == middle + 1
 
 
 def test_a_plan_reads_no_tensor():

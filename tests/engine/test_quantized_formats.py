@@ -72,6 +72,7 @@ from tests.quantized import (
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+MX8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 IDS = [list(range(4, 40)), [300, 7, 7, 25]]
 TOLERANCE = 1e-4  # of logits, to the largest
 EXACT, MINIMA, ROUNDED = 0.0, 2**-10, 0.5 / 127  # of a stored number, to the largest of its 32 neighbours
@@ -167,6 +168,7 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
         "Q6Z", MINIMA,
     ),
     "ct-mxfp4": (compressed("mxfp4-pack-quantized", mx4, {"num_bits": 4, "type": "float"}), "Q5Z", EXACT),
+    "ct-mxfp8": (compressed("mxfp8-quantized", mx8, MX8, {**MX8, "dynamic": True}), "Q8Z", ROUNDED),
     "modelopt-fp8": (
         Form({}, static(small_floats(0, 0, E4M3, "weight_scale", shape=())), extra={
             "hf_quant_config.json": json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}})
@@ -410,7 +412,6 @@ def meaning_without(name, ending):
         ("auto-round", "packing_format", "auto_round:gptqmodel"),
         ("auto-round", "packing_format", "auto_round"),
         ("auto-round-gptqmodel", "packing_format", "auto_round:auto_gptq"),
-        ("auto-round-plain", "packing_format", "auto_round:auto_gptq"),
         ("awq", "group_size", 64),
         ("fp8-blocks", "weight_block_size", [40, 24]),
     ],
@@ -424,6 +425,17 @@ def test_every_number_counts(tmp_path, name, key, value):
         assert "proj" in str(wrong)
     else:
         assert found > 20 * TOLERANCE
+
+
+def test_symmetric_zero_points_that_are_not_one_too_small(tmp_path):
+    """Some exporters write the middle itself, and name the first version of GPTQ, or none."""
+    form = auto_round(gptq(4, 32, True, v2=True), "auto_round:auto_gptq")
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {**gptq(4, 32, True).config, "checkpoint_format": "gptq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
 
 
 OTHERS = [

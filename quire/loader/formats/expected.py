@@ -32,7 +32,9 @@ def expected_layout(about: Quantization) -> CodeLayout | None:
         weights = scheme.get("weights") or {}
         bits, group = weights.get("num_bits", 8), weights.get("group_size")
         if weights.get("type", "int") == "float":
-            return FP8_ROWS if bits == 8 else None if bits == 6 else _NVFP4 if group == 16 else MXFP4
+            if bits in (6, 8):
+                return FP8_ROWS if bits == 8 and group in (None, -1) else None
+            return _NVFP4 if group == 16 else MXFP4
         if isinstance(bits, int) and (group is None or isinstance(group, int)):
             return _integers(bits, -1 if group is None else group, bool(weights.get("symmetric", True)))
     return None

@@ -6,9 +6,13 @@
 Bits follow each other over words (3 bits too). Zero points of the first version of the format are one too small. Codes
 of 2, 4 and 8 bits get that one back as a whole word, because writers take it from whole words: below a zero point of 0
 it is borrowed from the next code. Without such a borrow, adding it code by code gives the same, but for a stored code
-of ones: here it is a 0, where writers that know no borrow may have meant one more than the largest code. Zero points of
-0 are what files have, and those beyond the codes' range are not, so it is read so. Codes of 3 bits, which cross words,
-get it one by one.
+of ones: here it is a 0 that carries one to the next code, where writers that know no borrow may have meant one more
+than the largest code. Zero points of 0 are what files have, and those beyond the codes' range are not, so it is read
+so. (AutoGPTQ's own packer lost all codes of a word above such a 0; no reader finds them.) Codes of 3 bits, which cross
+words, get it one by one, and a code of ones is a 0 there too.
+
+Of a symmetric matrix the zero point is the middle of the codes. Some files say that they are of the first version and
+store the middle itself; some of 3 bits have other ones taken from their words. Both are read as the middle.
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.checkpoint.quantization import Quantization
+from quire.checkpoint.quantization import CodeNumbers, Quantization
 from quire.loader.formats.parts import FLOATS, Directory, Made, MatrixPlan, Parts, by_module
 from quire.quant.coded import AffineCodes, Grid, open_words
 from quire.schema.errors import CheckpointError
 
 ROLES = ("qweight", "qzeros", "scales", "g_idx")
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # 1 in every code of a word
+_OTHER_ONES = (0x24924924, 0x92492492 - (1 << 32), 0x49249249)  # that GPTQModel took from words of 3 bits, up to 2026
 
 
 def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
@@ -48,13 +53,14 @@ def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
         if "g_idx" in parts:
             parts.expect("g_idx", (width,), "one for each column")
             parts.expect_dtype("g_idx", torch.int32, torch.int64)
-        yield MatrixPlan(parts.module, parts.names, partial(_make, parts, numbers.bits, group, about.zeros_from_one))
+        yield MatrixPlan(parts.module, parts.names, partial(_make, parts, numbers, group, about.zeros_from_one))
 
 
-def _make(parts: Parts, bits: int, group: int, from_one: bool, tensors: Mapping[str, Tensor]) -> Made:
+def _make(parts: Parts, numbers: CodeNumbers, group: int, from_one: bool, tensors: Mapping[str, Tensor]) -> Made:
+    bits = numbers.bits
     codes = open_words(tensors["qweight"].t(), bits)
     scales = tensors["scales"].t().contiguous()
-    zeros = _zero_points(tensors["qzeros"], bits, from_one)
+    zeros = _zero_points(tensors["qzeros"], numbers, from_one).t().to(torch.int16)
     order = column_order(parts, tensors.get("g_idx"), group, scales.shape[1])
     zero: Grid | int = Grid(zeros.contiguous(), 1, group)
     if torch.equal(zeros, zeros[:1, :1].expand_as(zeros)):
@@ -62,11 +68,24 @@ def _make(parts: Parts, bits: int, group: int, from_one: bool, tensors: Mapping[
     yield f"{parts.module}.weight", AffineCodes(codes, bits, Grid(scales, 1, group), zero, order)
 
 
-def _zero_points(words: Tensor, bits: int, from_one: bool) -> Tensor:
-    """int16 [rows, groups]; `from_one`: stored one too small."""
-    if from_one and bits in _ONES:
-        return open_words(words + _ONES[bits], bits).t().to(torch.int16)  # int32 wraps around
-    return open_words(words, bits).t().to(torch.int16) + int(from_one)
+def _zero_points(words: Tensor, numbers: CodeNumbers, from_one: bool) -> Tensor:
+    """uint8 [groups, rows]; `from_one`: stored one too small."""
+    bits = numbers.bits
+    if not from_one or (numbers.symmetric and _is_middle(words, bits)):
+        return open_words(words, bits)
+    if numbers.symmetric and bits == 3 and _is_middle(other := words + _other_ones(words), bits):
+        return open_words(other, bits)
+    if bits in _ONES:
+        return open_words(words + _ONES[bits], bits)  # int32 wraps around
+    return open_words(words, bits) + 1 & (1 << bits) - 1
+
+
+def _is_middle(words: Tensor, bits: int) -> bool:
+    return bool((open_words(words, bits) == 1 << bits - 1).all())
+
+
+def _other_ones(words: Tensor) -> Tensor:
+    return torch.tensor(_OTHER_ONES, dtype=torch.int32, device=words.device).repeat(words.shape[1] // len(_OTHER_ONES))
 
 
 def column_order(parts: Parts, g_idx: Tensor | None, group: int, groups: int, role: str = "g_idx") -> Tensor | None:
