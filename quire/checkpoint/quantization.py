@@ -58,6 +58,7 @@ _ZEROS_AS_THEY_ARE = re.compile(rf"auto[-_]?round(:gptqmodel|:{_KERNELS})?")
 _ZEROS_FROM_ONE = re.compile(rf"(auto[-_]?round:)?(auto_)?gptq(:{_KERNELS}|:exllama|:cuda)?")
 _PATTERN_SIGNS = frozenset("*+?^$()[]{}|\\")  # which no name of a module has
 _MOST_RULES, _LONGEST_RULE = 4096, 1024
+_MOST_NAMED = 1 << 18  # modules by their whole names, which are looked up: every expert of a large mixture may be one
 _PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
                    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense")  # fmt: skip
 
@@ -288,7 +289,7 @@ _ByPattern = tuple[tuple[str, CodeNumbers], ...]
 def _named(settings: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[dict[str, CodeNumbers], _ByPattern]:
     """AutoRound: the numbers of modules by their names, and by patterns of them; 16 bits are plain."""
     named, patterns = {}, []
-    for module, changes in _mapping("extra_config", settings).items():
+    for module, changes in _mapping("extra_config", settings, most=_MOST_NAMED).items():
         inner = _mapping(f"extra_config {module}", changes)
         if isinstance(inner.get("bits"), int) and inner["bits"] >= 16:
             continue
@@ -297,16 +298,16 @@ def _named(settings: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[dic
             named[module] = numbers
         else:
             patterns.append((_pattern(module), numbers))
+    if len(patterns) > _MOST_RULES:
+        raise CheckpointError(f"{KEY}: extra_config has {len(patterns)} patterns; at most {_MOST_RULES} are allowed")
     return named, tuple(patterns)
 
 
-def _mapping(what: str, settings: Any) -> Mapping[str, Any]:
+def _mapping(what: str, settings: Any, most: int = _MOST_RULES) -> Mapping[str, Any]:
     if settings is None:
         return {}
-    if not isinstance(settings, Mapping) or len(settings) > _MOST_RULES:
-        raise CheckpointError(
-            f"{KEY}: {what} must be a mapping of at most {_MOST_RULES} entries, got {shown(settings)}"
-        )
+    if not isinstance(settings, Mapping) or len(settings) > most:
+        raise CheckpointError(f"{KEY}: {what} must be a mapping of at most {most} entries, got {shown(settings)}")
     return settings
 
 

@@ -344,6 +344,17 @@ def test_numbers_by_name() -> None:
     assert [found.numbers_of(one).bits for one in ("a.b", "a.bb", "a.c", "axb", "a." * 900)] == [8, 4, 4, 4, 2]
 
 
+def test_every_expert_by_its_name() -> None:
+    """A mixture of 256 experts in 60 layers has 46,080 matrices, each of which may have numbers of its own."""
+    experts = {f"layers.{n % 60}.experts.{n // 180}.{'uvd'[n // 60 % 3]}": {"bits": 8} for n in range(46_080)}
+    found = read(quant_method="auto-round", bits=4, extra_config=experts)
+    assert [found.numbers_of(f"layers.59.experts.{one}").bits for one in ("255.d", "256.d")] == [8, 4]
+    with pytest.raises(CheckpointError, match="extra_config must be a mapping of at most 262144 entries"):
+        read(quant_method="auto-round", bits=4, extra_config={str(n): None for n in range(262_145)})
+    with pytest.raises(CheckpointError, match="extra_config has 4097 patterns; at most 4096 are allowed"):
+        read(quant_method="auto-round", bits=4, extra_config={f"{n}$": {"bits": 8} for n in range(4097)})
+
+
 def test_numbers_by_patterns_of_names() -> None:
     """AutoRound finds its patterns anywhere in a name; a name itself goes first."""
     config = {
