@@ -177,6 +177,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 # What PyYAML raises beside its own errors: `!!int x`, `!!bool x`, `!!timestamp x`, 5,000 digits, 2,000 brackets.
 _NOT_OF_ITS_TYPE = (ValueError, KeyError, AttributeError, TypeError, IndexError, RecursionError)
+_MOST_VALUES = 100_000  # of a file, each as often as aliases repeat it
 FOLDED = "\u200b"  # description that marks a group as folded in help; compared by identity
 
 
@@ -196,6 +197,16 @@ def _loader_class() -> Any:
     }
     tables = {"yaml_implicit_resolvers": resolvers, "yaml_constructors": forms | {None: safe.construct_undefined}}
     return type("OptionLoader", (safe,), tables)
+
+
+def _num_values(node: Any, known: dict[int, int]) -> int:
+    """Of a YAML node, each as often as aliases repeat it: few lines may mean more than there is memory for."""
+    if id(node) not in known:
+        known[id(node)] = 0  # for one that holds itself
+        parts = () if isinstance(node.value, str) else node.value
+        inner = (one for part in parts for one in (part if isinstance(part, tuple) else (part,)))
+        known[id(node)] = 1 + sum(_num_values(one, known) for one in inner)
+    return known[id(node)]
 
 
 class _OptionFile:
@@ -262,6 +273,8 @@ class _OptionFile:
             with open(path, encoding="utf-8") as file:
                 loader = _loader_class()(file)
                 root = loader.get_single_node()
+                if root is not None and _num_values(root, {}) > _MOST_VALUES:
+                    error(f"--config {path}: more than {_MOST_VALUES} values, each as often as aliases repeat it")
                 content = None if root is None else loader.construct_document(root)
         except OSError as wrong:
             error(f"--config {path}: {wrong.strerror}")

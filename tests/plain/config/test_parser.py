@@ -241,6 +241,12 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
     assert (found.model_tag, found.allowed_media_domains) == ("from-line", ["a", "b"])
 
 
+def repeated(form: str) -> str:
+    """A million values by six aliases."""
+    values = [f"{level}: &x{level} {form.format(','.join([f'*x{level - 1}'] * 10))}" for level in range(1, 7)]
+    return "{" + ", ".join(["0: &x0 {a: 1}", *values]) + "}"
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -264,6 +270,8 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
         ("seed: !!timestamp soon", "a value is not of the type that the file says"),
         pytest.param("seed: " + "9" * 5000, "a value is not of the type", id="5,000 digits"),
         pytest.param("hf-overrides: " + "[" * 5000 + "]" * 5000, "nested too deep", id="5,000 brackets"),
+        pytest.param(f"hf-overrides: {repeated('[{}]')}", "more than 100000 values", id="aliases"),
+        pytest.param(f"hf-overrides: {repeated('{{<<: [{}]}}')}", "more than 100000 values", id="merged aliases"),
         ("1: a\n1.0: b", "'1.0' is given twice"),
         ("tp: 2", "there is no option 'tp' (did you mean tensor-parallel-size?)"),
         ("hf-overrides.: 2", "there is no option 'hf-overrides.'"),
