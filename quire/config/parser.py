@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -177,6 +177,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 # What PyYAML raises beside its own errors: `!!int x`, `!!bool x`, `!!timestamp x`, 5,000 digits, 2,000 brackets.
 _NOT_OF_ITS_TYPE = (ValueError, KeyError, AttributeError, TypeError, IndexError, RecursionError)
+_MOST_VALUES = 100_000  # of a file, each as often as aliases repeat it
 FOLDED = "\u200b"  # description that marks a group as folded in help; compared by identity
 
 
@@ -196,6 +197,16 @@ def _loader_class() -> Any:
     }
     tables = {"yaml_implicit_resolvers": resolvers, "yaml_constructors": forms | {None: safe.construct_undefined}}
     return type("OptionLoader", (safe,), tables)
+
+
+def _num_values(node: Any, known: dict[int, int]) -> int:
+    """Of a YAML node, each as often as aliases repeat it: few lines may mean more than there is memory for."""
+    if id(node) not in known:
+        known[id(node)] = 0  # for one that holds itself
+        parts = () if isinstance(node.value, str) else node.value
+        inner = (one for part in parts for one in (part if isinstance(part, tuple) else (part,)))
+        known[id(node)] = 1 + sum(_num_values(one, known) for one in inner)
+    return known[id(node)]
 
 
 class _OptionFile:
@@ -229,16 +240,30 @@ class _OptionFile:
             parser.error(f"--config needs a .yaml, .yml or .json file, got {path!r}")
         if not os.path.isfile(path):
             parser.error(f"--config: there is no file {path!r}")
-        seen: dict[argparse.Action, Any] = {}
+        seen: dict[tuple[argparse.Action, str], Any] = {}
+        contents: dict[argparse.Action, dict[str, Any]] = {}  # by what follows a dot
+        names: dict[argparse.Action, str] = {}
         for key, value in self._pairs(path):
-            action = parser.action_called(str(key))
-            if action is None or isinstance(action, argparse._HelpAction):
-                parser.error(f"--config {path}: there is no option {key!r}{parser.nearest([f'--{key}'])}")
-            if action in seen:
-                again = "is given twice" if seen[action] == key else f"is the same option as {seen[action]!r}"
+            name, dot, part = str(key).partition(".")
+            action = parser.action_called(name)
+            is_known = action is not None and not isinstance(action, argparse._HelpAction)
+            if action is None or not is_known or (dot and not (part and action.option_strings)):
+                parser.error(f"--config {path}: there is no option {key!r}{self._hint(name)}")
+            first = seen.setdefault((action, part), key)
+            if part in contents.setdefault(action, {}):
+                again = "is given twice" if first == key else f"is the same option as {first!r}"
                 parser.error(f"--config {path}: {key!r} {again}; name each option once")
-            seen[action] = key
-            yield action, self._value(path, str(key), action, value)
+            contents[action][part] = value
+            names[action] = names.get(action, name) if part else name
+        for action, values in contents.items():
+            yield action, self._value(path, names[action], action, values)
+
+    def _hint(self, name: str) -> str:
+        """Keys are long names."""
+        short = self.parser.find(f"-{name}")
+        if short is None or isinstance(short, argparse._HelpAction):
+            return self.parser.nearest([f"--{name}"])
+        return f" (did you mean {max(short.option_strings, key=len).lstrip('-')}?)"
 
     def _pairs(self, path: str) -> list[tuple[Any, Any]]:
         """The keys and values of the file, a key that stands there twice among them."""
@@ -248,6 +273,8 @@ class _OptionFile:
             with open(path, encoding="utf-8") as file:
                 loader = _loader_class()(file)
                 root = loader.get_single_node()
+                if root is not None and _num_values(root, {}) > _MOST_VALUES:
+                    error(f"--config {path}: more than {_MOST_VALUES} values, each as often as aliases repeat it")
                 content = None if root is None else loader.construct_document(root)
         except OSError as wrong:
             error(f"--config {path}: {wrong.strerror}")
@@ -268,23 +295,38 @@ class _OptionFile:
         twice = next((name for name in names if names.count(name) > 1), names[-1])  # 1 and 1.0 are one key, too
         error(f"--config {path}: {twice!r} is given twice; name each option once")
 
-    def _value(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
-        """A value of the file, converted as the flag would convert it."""
+    def _value(self, path: str, key: str, action: argparse.Action, values: Mapping[str, Any]) -> Any:
+        """What the file says of an option, converted as the flag would convert it."""
+        try:
+            return self._converted(path, key, action, self._joined(action, values))
+        except argparse.ArgumentError as wrong:
+            self.parser.error(f"--config {path}: {wrong}")
+        except (TypeError, ValueError) as wrong:  # bytes, a list that holds itself
+            self.parser.error(f"--config {path}: {key} holds what is not JSON ({wrong}); put text in quotes")
+
+    def _converted(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
         if value is None:
             return action.default
         if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 self.parser.error(f"--config {path}: {key} must be true or false, got {value!r}")
             return value != self.parser.is_negation(key)
-        try:
-            if action.nargs in ("+", "*") or isinstance(action.nargs, int):
-                items = value if isinstance(value, list) else [value]
-                return [self._one_value(action, item) for item in items]
-            return self._one_value(action, value)
-        except argparse.ArgumentError as wrong:
-            self.parser.error(f"--config {path}: {wrong}")
-        except (TypeError, ValueError) as wrong:  # bytes, a list that holds itself
-            self.parser.error(f"--config {path}: {key} holds what is not JSON ({wrong}); put text in quotes")
+        if action.nargs in ("+", "*") or isinstance(action.nargs, int):
+            items = value if isinstance(value, list) else [value]
+            return [self._one_value(action, item) for item in items]
+        return self._one_value(action, value)
+
+    def _joined(self, action: argparse.Action, values: Mapping[str, Any]) -> Any:
+        """The value itself, with what keys such as NAME.key add to it."""
+        if values.keys() == {""}:
+            return values[""]
+        dotted = _Dotted(self.parser, {})
+        dotted.values[action] = {}
+        for part in sorted(values):  # the value itself goes first
+            value = values[part]
+            if part or value is not None:
+                dotted.put(action, part, value if isinstance(value, str) else json.dumps(value))
+        return dotted.values[action]
 
     def _one_value(self, action: argparse.Action, value: Any) -> Any:
         if value is True and action.const is True:  # --hf-token without a value
@@ -323,7 +365,7 @@ class _Dotted:
             if action not in self.values:
                 self.values[action] = self._start(action)
                 out.append(action)
-            self._put(action, key, value)
+            self.put(action, key, value)
         return [text for item in out for text in self._texts(item)]
 
     def _split(self, arg: str) -> tuple[argparse.Action | None, str, str | None]:
@@ -338,7 +380,7 @@ class _Dotted:
         below = self.from_file.get(action)
         return copy.deepcopy(below) if isinstance(below, dict) else {}
 
-    def _put(self, action: argparse.Action, key: str, text: str) -> None:
+    def put(self, action: argparse.Action, key: str, text: str) -> None:
         flag = action.option_strings[0]
         if not key:
             whole = _value(text)

@@ -77,7 +77,8 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         return
     if size % nodes:
         raise ConfigError(
-            f"{size} ranks ({_sizes(parallel) or 'tensor_parallel_size 1'}) cannot be shared out among nnodes={nodes}",
+            f"{size} rank{'s' * (size > 1)} ({_sizes(parallel) or 'tensor_parallel_size 1'}) cannot be shared out "
+            f"among nnodes={nodes}",
             param="nnodes",
             value=nodes,
         )
@@ -209,8 +210,10 @@ def check_shares(requested: Mapping[str, Any], config: EngineConfig) -> EngineCo
     facts, parallel = config.model_config.facts, config.parallel_config
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if facts.num_heads and facts.num_heads % ranks:
+        possible = ", ".join(str(size) for size in range(1, facts.num_heads + 1) if facts.num_heads % size == 0)
         raise ConfigError(
-            f"tensor_parallel_size={ranks}: {facts.num_heads} heads cannot be shared out among {ranks} ranks",
+            f"tensor_parallel_size={ranks}: {facts.num_heads} heads cannot be shared out among {ranks} ranks; sizes "
+            f"that divide them are {possible}",
             param="tensor_parallel_size",
             value=ranks,
         )

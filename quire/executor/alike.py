@@ -19,7 +19,8 @@ from quire.base.machine import cpu_flags, find_gpu
 _VARIABLES = env.BATCH_INVARIANT, env.PP_LAYER_PARTITION, env.SHARE_GPUS
 _PACKAGES = "torch", "triton"  # of which torch brings NCCL
 _GPU, _CPU, _KERNELS = "GPU", "CPU instructions", env.CPU_KERNELS.spellings[0]
-_MACHINE = _GPU, _CPU, _KERNELS  # in which ranks may differ
+_WHERE = {_GPU: "on GPUs", _CPU: "on CPUs", _KERNELS: "on CPUs"}  # what differs matters
+_MACHINE = tuple(_WHERE)  # in which ranks may differ
 _INSTRUCTIONS = (  # in Linux's words: those that kernels are chosen by, Quire's own or torch's
     "asimddp", "sve", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni",
     "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16",
@@ -51,8 +52,8 @@ def remarks(statements: Sequence[Mapping[str, str]], name: Callable[[int], str])
         values = [one.get(key, "") for one in statements]
         if other := next((rank for rank, value in enumerate(values) if value != values[0]), 0):
             words.append(
-                f"{name(other)} has {key} {values[other]!r} and {name(0)} {values[0]!r}: a step takes as long as on "
-                "the slower of them, and their sums may round differently"
+                f"{name(other)} has {key} {values[other]!r} and {name(0)} {values[0]!r}: {_WHERE[key]} a step takes as "
+                "long as on the slower of them, and their sums may round differently"
             )
     return words
 

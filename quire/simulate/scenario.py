@@ -8,6 +8,7 @@ Must not know: flags, how figures are shown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,9 @@ from quire.simulate.workload import FleetShare, SimulatedRequest, Workload, thin
 
 MOST_REQUESTS = 200_000  # that one simulation draws
 _TOKEN_BUDGET = 100_000  # generated tokens of a simulation whose number of requests is not given
+_LEAST_SECONDS = 10.0  # in which requests come at a rate: those of a fleet that is too small wait longer and longer
+_MOST_TOKENS = 600_000  # generated for that; a load that reaches this earlier is far too much, which shows earlier too
+_MOST_LASTING = 20_000  # requests for that
 _LEAST_REQUESTS = 64  # of each simulated replica, whatever they cost
 
 
@@ -46,11 +50,31 @@ class Scenario:
     block_size: int = 64
     most_replicas: int = 4
     token_budget: int = _TOKEN_BUDGET
+    least_seconds: float = _LEAST_SECONDS  # of requests that come at a rate, where their number is not given
 
     @property
     def share(self) -> FleetShare:
         total = self.topology.data_size
         return FleetShare(min(total, self.most_replicas), total, self.router == "round-robin")
+
+    @property
+    def num_drawn(self) -> int:
+        """Of a load that is no trace: requests that the simulated replicas see."""
+        if self.num_requests is not None:
+            return self.num_requests
+        share, load = self.share, self.workload
+        count = max(self.token_budget // load.output_len, _LEAST_REQUESTS * share.simulated)
+        if self.at_once is not None:
+            return max(count, 4 * self.at_once)  # several rounds: the first is not the steady state
+        if load.rate < math.inf:
+            lasting = load.rate * share.fraction * self.least_seconds
+            count = max(count, int(min(lasting, _MOST_TOKENS // load.output_len, _MOST_LASTING)))
+        return count
+
+    @property
+    def at_once(self) -> int | None:
+        """Requests under way on the simulated replicas; None: they come when they come."""
+        return None if self.max_concurrency is None else max(1, round(self.max_concurrency * self.share.fraction))
 
     def with_topology(self, topology: Topology) -> Scenario:
         return replace(self, topology=topology)
@@ -71,7 +95,7 @@ class Simulation:
 def simulate(scenario: Scenario) -> Simulation:
     fleet, layout = build_fleet(scenario)
     share = scenario.share
-    records = fleet.run(draw(scenario, share), _at_once(scenario, share))
+    records = fleet.run(draw(scenario, share), scenario.at_once)
     if not records:
         raise InputError(
             f"the trace has too few requests for {share.total} replicas: none falls to the {share.simulated} that are "
@@ -108,12 +132,7 @@ def draw(scenario: Scenario, share: FleetShare) -> list[SimulatedRequest]:
     if scenario.trace:
         requests = thin(scenario.trace, share)
     else:
-        count = scenario.num_requests
-        if count is None:
-            affordable = scenario.token_budget // scenario.workload.output_len
-            count = max(affordable, _LEAST_REQUESTS * share.simulated)
-            if (at_once := _at_once(scenario, share)) is not None:
-                count = max(count, 4 * at_once)  # several rounds: the first is not the steady state
+        count = scenario.num_drawn
         if count > MOST_REQUESTS:
             raise InputError(f"{count} requests are more than the {MOST_REQUESTS} that one simulation draws")
         requests = scenario.workload.draw(count, share)
@@ -126,12 +145,6 @@ def draw(scenario: Scenario, share: FleetShare) -> list[SimulatedRequest]:
                 param="max_model_len",
             )
     return requests
-
-
-def _at_once(scenario: Scenario, share: FleetShare) -> int | None:
-    if scenario.max_concurrency is None:
-        return None
-    return max(1, round(scenario.max_concurrency * share.fraction))
 
 
 def _summary(scenario: Scenario, fleet: Fleet, layout: KVLayout, records: list[RequestRecord]) -> Simulation:

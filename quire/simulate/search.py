@@ -53,8 +53,14 @@ def _smallest(scenario: Scenario, topology: Topology) -> Simulation | None:
     results: dict[int, Simulation] = {}
 
     def holds(number: int) -> bool:
-        result = simulate(scenario.with_topology(replace(topology, data_size=number)))
-        results[number] = result
+        whole = scenario.with_topology(replace(topology, data_size=number))
+        brief = replace(whole, least_seconds=0.0)  # enough to see of most fleets that they are too small
+        results[number] = simulate(brief)
+        if keeps(results[number]) and whole.num_drawn > brief.num_drawn:
+            results[number] = simulate(whole)
+        return keeps(results[number])
+
+    def keeps(result: Simulation) -> bool:
         return result.figures.attainment >= scenario.goals.attainment
 
     low, high = 0, 1  # low does not hold (or is none)

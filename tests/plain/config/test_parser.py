@@ -241,6 +241,12 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
     assert (found.model_tag, found.allowed_media_domains) == ("from-line", ["a", "b"])
 
 
+def repeated(form: str) -> str:
+    """A million values by six aliases."""
+    values = [f"{level}: &x{level} {form.format(','.join([f'*x{level - 1}'] * 10))}" for level in range(1, 7)]
+    return "{" + ", ".join(["0: &x0 {a: 1}", *values]) + "}"
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -264,7 +270,18 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
         ("seed: !!timestamp soon", "a value is not of the type that the file says"),
         pytest.param("seed: " + "9" * 5000, "a value is not of the type", id="5,000 digits"),
         pytest.param("hf-overrides: " + "[" * 5000 + "]" * 5000, "nested too deep", id="5,000 brackets"),
+        pytest.param(f"hf-overrides: {repeated('[{}]')}", "more than 100000 values", id="aliases"),
+        pytest.param(f"hf-overrides: {repeated('{{<<: [{}]}}')}", "more than 100000 values", id="merged aliases"),
         ("1: a\n1.0: b", "'1.0' is given twice"),
+        ("tp: 2", "there is no option 'tp' (did you mean tensor-parallel-size?)"),
+        ("hf-overrides.: 2", "there is no option 'hf-overrides.'"),
+        ("hf-override.a: 2", "there is no option 'hf-override.a' (did you mean --hf-overrides?)"),
+        ("hf-overrides.a: 2\nhf_overrides.a: 3", "'hf_overrides.a' is the same option as 'hf-overrides.a'"),
+        ("hf-overrides.a: 2\nhf-overrides.a.b: 3", "'a' already holds 2"),
+        ("hf-overrides: 3\nhf-overrides.a: 2", "keys such as --hf-overrides.key can only be added to a JSON object"),
+        ("hf-overrides.a: !!binary aGk=", "hf-overrides holds what is not JSON"),
+        ("seed.a: 2", "invalid int value"),
+        ("enforce-eager.a: true", "enforce-eager must be true or false, got {'a': True}"),
     ],
 )
 def test_wrong_files(
@@ -272,6 +289,29 @@ def test_wrong_files(
 ) -> None:
     path = write(tmp_path, text)
     assert words in complaint(parser, ["--config", path], capsys)
+
+
+def test_keys_of_a_mapping_in_a_file(parser: FlexibleArgumentParser, tmp_path: Path) -> None:
+    """As on the command line: beside the mapping, without it, and below what the command line says."""
+    text = """
+        compilation-config.mode: 0
+        compilation_config: {mode: 3, backend: eager}
+        hf-overrides.rope_parameters.factor: 2
+        hf-overrides.list+: 1,2
+        hf-overrides.name: "yes"
+        hf-overrides.nothing: null
+    """
+    path = write(tmp_path, "\n".join(map(str.strip, text.splitlines())))
+    overrides = {"rope_parameters": {"factor": 2}, "list": [1, 2], "name": "yes", "nothing": None}
+    assert changed(parser, ["--config", path]) == {
+        "compilation_config": {"mode": 0, "backend": "eager"},
+        "hf_overrides": overrides,
+    }
+    found = parser.parse_args(["--config", path, "-cc.mode=1", "--hf-overrides.name=no"])
+    assert found.compilation_config == {"mode": 1, "backend": "eager"}
+    assert found.hf_overrides == overrides | {"name": "no"}
+    path = write(tmp_path, """compilation-config: '{"mode": 3}'\ncompilation-config.backend: eager""")
+    assert parser.parse_args(["--config", path]).compilation_config == {"mode": 3, "backend": "eager"}
 
 
 def test_a_negated_option_in_a_file_negates(parser: FlexibleArgumentParser, tmp_path: Path) -> None:

@@ -252,8 +252,9 @@ def test_ranks_may_compute_with_other_devices_and_instructions(monkeypatch: pyte
     other = own | {"GPU": "NVIDIA L4", "CPU instructions": "avx2", "QUIRE_CPU_KERNELS": "avx2"}
     assert difference([own, other], "worker {}".format) == "" and remarks([own, own], "worker {}".format) == []
     gpu, instructions, kernels = remarks([own, own, other], "worker {}".format)
-    assert gpu.startswith("worker 2 has GPU 'NVIDIA L4' and worker 0 'NVIDIA H200': a step takes as long as")
+    assert gpu.startswith("worker 2 has GPU 'NVIDIA L4' and worker 0 'NVIDIA H200': on GPUs a step takes as long")
     assert instructions.startswith("worker 2 has CPU instructions 'avx2' and worker 0 ")
+    assert "': on CPUs a step takes as long" in instructions and "': on CPUs a step takes as long" in kernels
     assert kernels.startswith("worker 2 has QUIRE_CPU_KERNELS 'avx2' and worker 0 ")
     assert remarks([{}, {}], "worker {}".format) == []  # of one machine: they say nothing of themselves
 

@@ -107,6 +107,31 @@ def test_the_smallest_fleet_keeps_the_goals_and_one_less_does_not() -> None:
     assert find_smallest(replace(question, goals=LatencyGoals(ttft=1e-9)), (1,)) == []
 
 
+def test_a_fleet_that_falls_behind_slowly_is_too_small() -> None:
+    """The goals are kept by the first requests of a fleet that has a little less than it needs."""
+    question = scenario(
+        most_replicas=1, num_requests=None, memory_utilization=0.9, goals=LatencyGoals(ttft=0.5), least_seconds=3.0,
+        load={"rate": 1500.0, "output_len": 100},
+    )  # fmt: skip
+    (best,) = find_smallest(question, (1,))
+    number = best.scenario.topology.data_size
+    smaller = best.scenario.with_topology(Topology(data_size=number - 1))
+    assert figures(replace(smaller, least_seconds=0.0)).attainment == 1 > 0.5 > figures(smaller).attainment
+    assert figures(replace(best.scenario, num_requests=2 * best.scenario.num_drawn)).attainment == 1
+
+
+def test_how_many_requests_are_drawn() -> None:
+    question = scenario(num_requests=None, load={"rate": 800.0}, topology=EIGHT, least_seconds=20.0)
+    assert question.num_drawn == 800 / 8 * 4 * 20  # which lasts longer than the budget of tokens
+    assert replace(question, least_seconds=0.0).num_drawn == question.token_budget // 20
+    assert replace(question, least_seconds=1e6).num_drawn == 20_000
+    slow = scenario(num_requests=None, load={"rate": 1e6, "output_len": 1000})
+    assert slow.num_drawn == 600 and replace(slow, least_seconds=0.0).num_drawn == 100
+    assert replace(question, num_requests=7).num_drawn == 7
+    assert replace(question, max_concurrency=5000).num_drawn == 4 * 2500
+    assert scenario(num_requests=None).num_drawn == question.token_budget // 20  # all at once
+
+
 @pytest.mark.parametrize(
     "topology, words",
     [
