@@ -38,7 +38,7 @@ WRONG = {  # qc_wrong
     -12: "inconsistent rows, widths or strides",
     -13: "work before an instruction set was chosen",
     -14: "more work than there is memory or threads for",
-    -15: "an inconsistent group of ranks, or two sums at once",
+    -15: "an inconsistent group of ranks, two sums at once, or one after a sum that was given up",
     -16: "a rank that did not come to a sum in time",
     -17: "ranks that sum different sizes or dtypes at once",
 }
