@@ -3,7 +3,8 @@
 // what float32 rounds.
 //
 // A result is summed in one order (32 inputs at a time, of each the six products) whatever stands beside it. Infinities, and
-// numbers beyond the largest bfloat16, make a result NaN.
+// numbers beyond the largest bfloat16, make a result NaN. Parts too small to be normal, below 2^-126, are zero: numbers below
+// 2^-103 are off by up to so much.
 #pragma once
 #include <algorithm>
 #include <vector>

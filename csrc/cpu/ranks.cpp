@@ -82,7 +82,9 @@ RankMemory::RankMemory(const qc_ranks& group) : group(group), room(room_of(group
   if (own().busy.exchange(1)) throw Refused{QC_WRONG_RANKS};
 }
 
-RankMemory::~RankMemory() { own().busy.store(0); }
+RankMemory::~RankMemory() {
+  if (!is_open_) own().busy.store(0);
+}
 
 char* RankMemory::slot(int rank) const {
   char* first = static_cast<char*>(group.memory) + int64_t(sizeof(RankLine)) * group.ranks;
@@ -90,13 +92,17 @@ char* RankMemory::slot(int rank) const {
 }
 
 void RankMemory::begin_round(int64_t left, int dtype) {
+  is_open_ = true;
   own().round ^= 1;
   own().sums[own().round] = uint64_t(left) << kDtypeBits | uint64_t(dtype);
 }
 
-void RankMemory::agree() const {
+void RankMemory::agree() {
   for (int rank = 0; rank < group.ranks; ++rank)
-    if (summed_by(rank) != summed_by(group.rank)) throw Refused{QC_WRONG_SUM};
+    if (summed_by(rank) != summed_by(group.rank)) {
+      end_round();
+      throw Refused{QC_WRONG_SUM};
+    }
 }
 
 void RankMemory::meet() {

@@ -27,8 +27,8 @@ struct alignas(128) RankLine {
 
 class RankMemory {
  public:
-  explicit RankMemory(const qc_ranks& group);  // Refused: a thread of this rank is in a sum already
-  ~RankMemory();
+  explicit RankMemory(const qc_ranks& group);  // Refused: this rank is in a sum already, or has left one in the middle
+  ~RankMemory();  // in the middle of a round: who is out of step with the others does not sum again
   RankMemory(const RankMemory&) = delete;
   RankMemory& operator=(const RankMemory&) = delete;
 
@@ -36,7 +36,8 @@ class RankMemory {
 
   void begin_round(int64_t left, int dtype);  // left: how many numbers are still to be summed, with those of this round
   void meet();  // says that this rank has come, and returns when all have. Refused: one does not come
-  void agree() const;  // once all have met in a round. Refused: one sums something else
+  void agree();  // once all have met in a round. Refused, all of them: one sums something else
+  void end_round() { is_open_ = false; }
   char* slot(int rank) const;  // the half of this round
 
   const qc_ranks& group;
@@ -46,6 +47,8 @@ class RankMemory {
   RankLine& line(int rank) const { return static_cast<RankLine*>(group.memory)[rank]; }
   RankLine& own() const { return line(group.rank); }
   uint64_t summed_by(int rank) const { return line(rank).sums[own().round]; }
+
+  bool is_open_ = false;  // a round
 };
 
 }  // namespace quire

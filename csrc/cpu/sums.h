@@ -77,8 +77,10 @@ void sum_ranks(const qc_ranks& group, void* x, int64_t count) {
   typedef typename Numbers<Dtype>::Type T;
   RankMemory memory(group);
   const int64_t most = memory.room / int64_t(sizeof(T));
-  for (T* at = static_cast<T*>(x); count > 0; at += most, count -= most)
+  for (T* at = static_cast<T*>(x); count > 0; at += most, count -= most) {
     sum_round<Dtype>(memory, at, count < most ? count : most, count);
+    memory.end_round();
+  }
 }
 
 }  // namespace QC_ISA

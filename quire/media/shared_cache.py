@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from quire.base.memory_file import memory_file
 from quire.media.families.base import ProcessedItem, array_data
 from quire.schema.errors import ConfigError
 from quire.schema.media import ArrayData
@@ -37,8 +38,8 @@ class _Entry(msgspec.Struct, array_like=True):
 def shared_memory(max_bytes: int) -> int:
     """A descriptor of so much memory, and room for the table. Nothing is used before it is written."""
     try:
-        descriptor = os.memfd_create("quire-media", os.MFD_CLOEXEC)
-    except (AttributeError, OSError) as wrong:
+        descriptor = memory_file("quire-media")
+    except OSError as wrong:
         raise _unshared(wrong) from None
     try:
         os.ftruncate(descriptor, _TABLE + max_bytes)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from quire.ops.cpu.native import KernelError
+
 _KINDS = MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
 _OF_CPU = "can't allocate memory"
 
 
 def is_of_this_rank(wrong: Exception) -> bool:
-    """Of its memory, or its device."""
+    """Of its memory, its device, or the sums in which it meets the others."""
+    if isinstance(wrong, KernelError):
+        return wrong.is_of_rank
     return isinstance(wrong, _KINDS) or _OF_CPU in str(wrong)

@@ -8,7 +8,6 @@ in /proc, which the system lets only the same user do. Must not know: models.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import sys
@@ -20,6 +19,7 @@ from torch import Tensor, distributed
 
 from quire.base import env
 from quire.base.log import logger
+from quire.base.memory_file import memory_file, seal_size
 from quire.ops.cpu.native import kernels, why_not
 from quire.ops.cpu.rank_sums import NativeSum, memory_bytes
 from quire.worker.threads import processors_of_ranks
@@ -91,10 +91,10 @@ def _make(size: int) -> int:
     """A descriptor of so many zeros, whose size nobody changes any more."""
     descriptor = -1
     try:
-        descriptor = os.memfd_create("quire-sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = memory_file("quire-sums", sealable=True)
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        seal_size(descriptor)
     except OSError as wrong:
         if descriptor >= 0:
             os.close(descriptor)

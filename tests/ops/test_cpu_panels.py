@@ -95,6 +95,15 @@ def test_float32_is_not_rounded_to_less(isa, width):
     assert error.square().mean().sqrt() < rounded.square().mean().sqrt() / 8
 
 
+@pytest.mark.parametrize("power", [-90, -104, -112, -120, -126, -130])
+def test_small_float32_is_off_by_less_than_a_normal_number(isa, power):
+    """Where bfloat16 has no normal numbers for its lower parts."""
+    weight, x = torch.eye(32), (1 + draw(9, 32, dtype=torch.float32).abs().frac()) * 2.0**power
+    for few in (x, x[:1]):
+        found = multiply(few, [laid(weight)])
+        assert (found.double() - few.double()).abs().max() < 2.0 ** max(power - 23, -126)
+
+
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_a_bad_row_stays_alone(isa, stored):
     weight, x = draw(64, 96, seed=1, dtype=stored), draw(9, 96, seed=2)

@@ -197,6 +197,25 @@ def test_a_rank_that_does_not_come_ends_the_sum() -> None:
         sums[0](torch.ones(8))
 
 
+def test_a_rank_that_has_given_up_does_not_sum_again() -> None:
+    """The others come to the sum that it has left, and take its next turn for the second of that one: they would read
+    what it has not added up."""
+    count, sums = 1 << 15, make_ranks(3, 128 << 10)
+    sums[0].work.patience_ms, sums[1].work.patience_ms, sums[2].work.patience_ms = 50, 500, 500
+    with pytest.raises(KernelError, match="a rank that did not come to a sum in time"):
+        sums[0](torch.ones(count))
+
+    def goes_on() -> None:
+        with pytest.raises(KernelError, match="after a sum that was given up"):
+            sums[0](torch.ones(count))
+
+    def comes_late(rank: int) -> None:
+        with pytest.raises(KernelError, match="a rank that did not come to a sum in time"):
+            sums[rank](torch.ones(count))
+
+    at_once([goes_on, partial(comes_late, 1), partial(comes_late, 2)])
+
+
 def test_two_sums_of_one_rank_at_once_are_refused() -> None:
     sums, x = make_ranks(2, 4096), torch.ones(8)
     waiting = threading.Thread(target=lambda: sums[0](x))

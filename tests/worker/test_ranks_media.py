@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import PoolerConfig
+from quire.ops.cpu.native import WRONG, KernelError
 from quire.quant.shard import ShardGroup
 from quire.schema.kv import KVGroup, KVKind
 from quire.schema.media import ArrayData, MediaItem
@@ -58,6 +59,7 @@ OWN_FAULTS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+    *(KernelError(f"qc_linear: the CPU kernels were given {WRONG[code]}", code) for code in (-14, -15, -16, -17)),
 ]
 
 
@@ -107,5 +109,6 @@ def test_a_rank_without_memory_does_not_try_pooled_requests_again_alone(failed: 
         on_ranks(2, lambda group: pooled(group, failed if group.rank == 1 else None))
 
 
-def test_what_all_ranks_cannot_pool_they_try_again_together() -> None:
-    assert on_ranks(2, lambda group: pooled(group, IndexError("no such row"))) == [["b"], ["b"]]
+@pytest.mark.parametrize("failed", [IndexError("no such row"), KernelError(f"qc_linear: {WRONG[-12]}", -12)])
+def test_what_all_ranks_cannot_pool_they_try_again_together(failed: Exception) -> None:
+    assert on_ranks(2, lambda group: pooled(group, failed)) == [["b"], ["b"]]

@@ -143,6 +143,14 @@ def test_memory_has_no_name_and_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -
         os.close(descriptor)
 
 
+def test_a_python_built_with_an_older_libc_shares_memory_too(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """As those of conda and of uv were."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.delattr(os, "MFD_ALLOW_SEALING", raising=False)
+    assert all(isinstance(one, NativeSum) for one in shared(monkeypatch))
+    assert lines == ["Sums of 3 ranks go through shared memory (1536 KiB)"]
+
+
 def no_memory(*_: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 

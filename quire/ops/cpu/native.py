@@ -38,10 +38,11 @@ WRONG = {  # qc_wrong
     -12: "inconsistent rows, widths or strides",
     -13: "work before an instruction set was chosen",
     -14: "more work than there is memory or threads for",
-    -15: "an inconsistent group of ranks, or two sums at once",
+    -15: "an inconsistent group of ranks, two sums at once, or one after a sum that was given up",
     -16: "a rank that did not come to a sum in time",
     -17: "ranks that sum different sizes or dtypes at once",
 }
+_OF_RANK = frozenset({-14, -15, -16, -17})
 _WHOLE = (c_int, c_int32, c_int64)
 KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6, "B32": 7}
 
@@ -162,7 +163,12 @@ CHECKED = tuple(name for name in _FUNCTIONS if name not in HARMLESS)  # 0, or a 
 
 
 class KernelError(ValueError):
-    """Kernels were called with inconsistent sizes, and did nothing."""
+    """Kernels were called with inconsistent sizes, and did nothing. `is_of_rank`: nothing is wrong with what they were
+    called with, but this rank has no memory, or is out of step with those that it sums with."""
+
+    def __init__(self, what: str, code: int = 0) -> None:
+        super().__init__(what)
+        self.is_of_rank = code in _OF_RANK
 
 
 def kernels() -> ctypes.CDLL | None:
@@ -206,7 +212,7 @@ def _done(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
     if code:
         sizes = _numbers(function.argtypes, arguments)
         what = f"{function.__name__}: the CPU kernels were given {WRONG.get(code, code)}"
-        raise KernelError(f"{what} ({sizes})" if sizes else what)
+        raise KernelError(f"{what} ({sizes})" if sizes else what, code)
     return code
 
 
