@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import os
 import signal
 import weakref
@@ -232,7 +233,9 @@ def test_what_is_no_scheduler_is_refused(tiny, named):
         LLM(tiny[0], scheduler_cls=named, **OPTIONS)
 
 
-def test_hints_to_another_engine_change_nothing(tiny, want):
+def test_hints_to_another_engine_change_nothing(tiny, want, monkeypatch):
+    find_spec = importlib.util.find_spec  # where Ray is installed, its name is no hint: a cluster would be started
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "ray" else find_spec(name, *of))
     hints = {
         "attention_backend": "FLASH_ATTN", "distributed_executor_backend": "ray", "compilation_config": 3,
         "moe_backend": "triton", "safetensors_load_strategy": "prefetch", "performance_mode": "throughput",
