@@ -28,6 +28,14 @@ class LatencyGoals:
             return False
         return self.itl is None or record.tpot <= self.itl
 
+    def is_missed(self, record: RequestRecord, now: float) -> bool:
+        """For certain, of a request that may not have ended yet."""
+        if record.is_complete:
+            return not self.is_met(record)
+        if self.ttft is None:
+            return False
+        return (record.ttft if record.first >= 0 else now - record.start) > self.ttft
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingFigures:
@@ -47,11 +55,16 @@ class ServingFigures:
     e2el_p99: float
 
 
+def steady_from(starts: Sequence[float]) -> float:
+    """Requests that came earlier are not counted: the fleet was filling."""
+    begin, end = min(starts), max(starts)
+    return begin + WARM_UP * (end - begin)
+
+
 def figures_of(records: Sequence[RequestRecord], goals: LatencyGoals, scale: float) -> ServingFigures:
     """`scale`: replicas of the fleet for each that was simulated."""
     starts = [record.start for record in records]
-    begin, end = min(starts), max(starts)
-    begin += WARM_UP * (end - begin)
+    begin, end = steady_from(starts), max(starts)
     steady = [record for record in records if record.start >= begin]
     if end - begin <= 0:  # all at once: until the last token instead
         end = max(record.last for record in records)

@@ -24,6 +24,7 @@ from quire.simulate.replica import NEVER, Replica
 from quire.simulate.workload import SimulatedRequest
 
 _PARAMS = ResolvedParams(ignore_eos=True, detokenize=False)
+_EVENTS_BETWEEN = 1000  # two questions whether to stop
 
 
 class RequestRecord:
@@ -88,17 +89,31 @@ class Fleet:
             Replica(settings, layout, cost, host, partial(self._emit, index)) for index in range(num_replicas)
         ]
 
-    def run(self, requests: Sequence[SimulatedRequest], max_concurrency: int | None = None) -> list[RequestRecord]:
-        """Every request to its end. `max_concurrency`: so many at once at most, each as soon as another has ended."""
+    def run(
+        self,
+        requests: Sequence[SimulatedRequest],
+        max_concurrency: int | None = None,
+        stop: Callable[[float], bool] = lambda now: False,
+    ) -> list[RequestRecord]:
+        """Every request to its end. `max_concurrency`: so many at once at most, each as soon as another has ended.
+        `stop`: asked now and then whether what is left need not be simulated."""
         at_once = len(requests) if max_concurrency is None else max_concurrency
         self._waiting = list(requests[at_once:][::-1])
         for request in requests[:at_once]:
             self._at(request.arrival, partial(self._arrive, request))
-        events = self._events
-        while events:
-            time, _, act = heapq.heappop(events)
-            act(time)
+        events, time = self._events, 0.0
+        while events and not stop(time):
+            for _ in range(_EVENTS_BETWEEN):
+                if not events:
+                    break
+                time, _, act = heapq.heappop(events)
+                act(time)
         return self.records
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is left to simulate."""
+        return not self._events
 
     def _at(self, time: float, act: Callable[[float], None]) -> None:
         self._num_events += 1

@@ -18,8 +18,8 @@ from quire.schema.errors import InputError
 from quire.schema.kv import KVLayout
 from quire.simulate.cost import CostModel
 from quire.simulate.devices import ClientModel, DeviceModel, HostModel
-from quire.simulate.figures import LatencyGoals, ServingFigures, figures_of
-from quire.simulate.fleet import Fleet, RequestRecord
+from quire.simulate.figures import LatencyGoals, ServingFigures, figures_of, steady_from
+from quire.simulate.fleet import Fleet
 from quire.simulate.shape import ModelShape
 from quire.simulate.topology import Topology, kv_layout
 from quire.simulate.workload import FleetShare, SimulatedRequest, Workload, thin
@@ -94,15 +94,27 @@ class Simulation:
 
 def simulate(scenario: Scenario) -> Simulation:
     fleet, layout = build_fleet(scenario)
-    share = scenario.share
-    records = fleet.run(draw(scenario, share), scenario.at_once)
-    if not records:
-        raise InputError(
-            f"the trace has too few requests for {share.total} replicas: none falls to the {share.simulated} that are "
-            "simulated",
-            param="trace",
-        )
-    return _summary(scenario, fleet, layout, records)
+    fleet.run(draw(scenario, scenario.share), scenario.at_once)
+    return _summary(scenario, fleet, layout)
+
+
+def simulate_if_kept(scenario: Scenario) -> Simulation | None:
+    """None: the goals are missed. That is known long before the last request has ended, and the rest is left out."""
+    fleet, layout = build_fleet(scenario)
+    requests, goals = draw(scenario, scenario.share), scenario.goals
+    begin, allowed = math.inf, 0.0  # of a number at once it is not known yet when which request comes
+    if requests and scenario.at_once is None:
+        begin = steady_from([request.arrival for request in requests])
+        allowed = 0.5 + (1.0 - goals.attainment) * sum(request.arrival >= begin for request in requests)
+
+    def is_missed(now: float) -> bool:
+        return sum(record.start >= begin and goals.is_missed(record, now) for record in fleet.records) > allowed
+
+    fleet.run(requests, scenario.at_once, is_missed)
+    if not fleet.is_done:
+        return None
+    result = _summary(scenario, fleet, layout)
+    return result if result.figures.attainment >= goals.attainment else None
 
 
 def build_fleet(scenario: Scenario) -> tuple[Fleet, KVLayout]:
@@ -147,7 +159,14 @@ def draw(scenario: Scenario, share: FleetShare) -> list[SimulatedRequest]:
     return requests
 
 
-def _summary(scenario: Scenario, fleet: Fleet, layout: KVLayout, records: list[RequestRecord]) -> Simulation:
+def _summary(scenario: Scenario, fleet: Fleet, layout: KVLayout) -> Simulation:
+    share, records = scenario.share, fleet.records
+    if not records:
+        raise InputError(
+            f"the trace has too few requests for {share.total} replicas: none falls to the {share.simulated} that are "
+            "simulated",
+            param="trace",
+        )
     tallies = [replica.scheduler.tally for replica in fleet.replicas]
     queries = sum(tally.queries for tally in tallies)
     seconds = max(record.last for record in records) - min(record.start for record in records)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quire.schema.errors import ConfigError
-from quire.simulate.scenario import Scenario, Simulation, build_fleet, simulate
+from quire.simulate.scenario import Scenario, Simulation, build_fleet, simulate_if_kept
 from quire.simulate.topology import MOST_DEVICES, Topology
 
 COARSE = 50
@@ -50,25 +50,19 @@ def _smallest(scenario: Scenario, topology: Topology) -> Simulation | None:
     """None: not even as many replicas as there may be keep the goals."""
     most = MOST_DEVICES // topology.replica_size
     scenario = replace(scenario, token_budget=SEARCH_BUDGET)
-    results: dict[int, Simulation] = {}
 
-    def holds(number: int) -> bool:
-        whole = scenario.with_topology(replace(topology, data_size=number))
-        brief = replace(whole, least_seconds=0.0)  # enough to see of most fleets that they are too small
-        results[number] = simulate(brief)
-        if keeps(results[number]) and whole.num_drawn > brief.num_drawn:
-            results[number] = simulate(whole)
-        return keeps(results[number])
-
-    def keeps(result: Simulation) -> bool:
-        return result.figures.attainment >= scenario.goals.attainment
+    def tried(number: int) -> Simulation | None:
+        return simulate_if_kept(scenario.with_topology(replace(topology, data_size=number)))
 
     low, high = 0, 1  # low does not hold (or is none)
-    while not holds(high):
+    while (best := tried(high)) is None:
         low, high = high, min(2 * high, most)
         if low == most:
             return None
     while high - low > max(1, high // COARSE):
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return results[high]
+        if (found := tried(middle)) is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return best

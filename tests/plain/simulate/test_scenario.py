@@ -10,13 +10,15 @@ from quire.sched.router import ROUTERS
 from quire.schema.errors import ConfigError, InputError
 from quire.simulate.devices import HostModel
 from quire.simulate.figures import LatencyGoals, ServingFigures
-from quire.simulate.scenario import Scenario, build_fleet, simulate
+from quire.simulate.fleet import Fleet
+from quire.simulate.scenario import Scenario, build_fleet, simulate, simulate_if_kept
 from quire.simulate.search import find_smallest
 from quire.simulate.topology import Topology
 from quire.simulate.workload import FleetShare, thin
 from tests.plain.simulate.small import scenario
 
 EIGHT = Topology(data_size=8)
+LOAD = {"rate": 3000.0}
 ALL = 100  # replicas: no fleet here is larger
 
 
@@ -105,6 +107,24 @@ def test_the_smallest_fleet_keeps_the_goals_and_one_less_does_not() -> None:
     assert number > 1 and one.figures.attainment >= 0.95
     assert figures(question.with_topology(Topology(data_size=number - 1))).attainment < 0.95
     assert find_smallest(replace(question, goals=LatencyGoals(ttft=1e-9)), (1,)) == []
+
+
+def test_a_search_stops_where_the_goals_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And comes to the same as a simulation to the end, under each goal alone and both."""
+    run, fleets = Fleet.run, list[Fleet]()
+    monkeypatch.setattr(Fleet, "run", lambda fleet, *given: fleets.append(fleet) or run(fleet, *given))
+    for ttft, itl in ((0.05, None), (None, 0.00125), (0.1, 0.0016)):
+        goals = LatencyGoals(ttft=ttft, itl=itl, attainment=0.9)
+        kept = []
+        for number in (1, 2, 3, 4, 8, 16):
+            question = scenario(goals=goals, load=LOAD, num_requests=300, topology=Topology(data_size=number))
+            whole, found = simulate(question), simulate_if_kept(question)
+            kept.append(found is not None)
+            assert kept[-1] == (whole.figures.attainment >= 0.9)
+            assert found is None or found.figures == whole.figures
+        assert 0 < sum(kept) < len(kept), (ttft, itl)
+    tokens = [sum(record.num_tokens for record in fleet.records) for fleet in fleets]
+    assert tokens[1] < tokens[0] / 2  # of one replica, where 0.05 s to the first token are asked
 
 
 def test_a_fleet_that_falls_behind_slowly_is_too_small() -> None:
