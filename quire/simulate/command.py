@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from quire.base.registry import load
 from quire.checkpoint.raw import read_raw
 from quire.checkpoint.source import locate
 from quire.config import FlexibleArgumentParser
@@ -39,18 +40,25 @@ def main(arguments: Sequence[str], program: str) -> int:
     args = parser.parse_args(arguments)
     target = None if args.plot is None else check_path(args.plot)
     scenarios = read_scenarios(args)
-    if args.find_devices:
-        simulations = [result for one in scenarios for result in find_smallest(one, _tensor_sizes(args))]
-        if not simulations:
-            raise InputError(
-                "no topology of up to 10,000 devices keeps these goals: even without a queue it is too slow"
-            )
-    else:
-        simulations = [simulate(scenario) for scenario in scenarios]
+    simulations: list[Simulation] = []
+    with _bar(None if args.find_devices else len(scenarios), args.disable_tqdm) as progress:
+        for scenario in scenarios:
+            if args.find_devices:
+                simulations += find_smallest(scenario, _tensor_sizes(args), progress.update)
+            else:
+                simulations.append(simulate(scenario))
+                progress.update()
+    if not simulations:
+        raise InputError("no topology of up to 10,000 devices keeps these goals: even without a queue it is too slow")
     if target is not None:
         draw_chart(simulations, target)
     print(json.dumps([summary(one) for one in simulations], indent=1) if args.json else table(simulations))
     return 0
+
+
+def _bar(total: int | None, hidden: bool) -> Any:
+    """Simulations; of a search it is not known how many there will be. Nothing where stderr is no terminal."""
+    return load("tqdm:tqdm")(total=total, disable=hidden or None, unit=" simulations", dynamic_ncols=True)
 
 
 def make_parser(program: str) -> FlexibleArgumentParser:
@@ -116,6 +124,7 @@ def _add_goal_flags(parser: FlexibleArgumentParser) -> None:
     add("--slo-attainment", type=float, default=0.99, help="the share of requests that must be good (default: 0.99)")
     add("--find-devices", action="store_true", help="search for the fewest devices that keep the goals")
     add("--json", action="store_true", help="JSON instead of a table")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
     add("--plot", default=None, help="also draw a picture: a file name that ends in .png, .svg or .pdf")
 
 

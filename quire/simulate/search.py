@@ -7,7 +7,7 @@ Must not know: flags, how figures are shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from quire.schema.errors import ConfigError
@@ -19,10 +19,13 @@ SEARCH_BUDGET = 40_000  # generated tokens of one simulation of many
 _LARGEST_REPLICAS = ((8, 2), (8, 4), (8, 8))  # tensor and pipeline sizes, tried where one machine is too small
 
 
-def find_smallest(scenario: Scenario, tensor_sizes: tuple[int, ...]) -> list[Simulation]:
-    """One result per size of a replica that can hold the model and keeps the goals, fewest devices first."""
-    results = [result for topology in _candidates(scenario, tensor_sizes) if (result := _smallest(scenario, topology))]
-    return sorted(results, key=lambda result: result.scenario.topology.num_devices)
+def find_smallest(
+    scenario: Scenario, tensor_sizes: tuple[int, ...], tell: Callable[[], object] = lambda: None
+) -> list[Simulation]:
+    """One result per size of a replica that can hold the model and keeps the goals, fewest devices first. `tell` is
+    called after each simulation."""
+    found = (_smallest(scenario, topology, tell) for topology in _candidates(scenario, tensor_sizes))
+    return sorted(filter(None, found), key=lambda result: result.scenario.topology.num_devices)
 
 
 def _candidates(scenario: Scenario, tensor_sizes: tuple[int, ...]) -> Iterator[Topology]:
@@ -46,13 +49,15 @@ def _candidates(scenario: Scenario, tensor_sizes: tuple[int, ...]) -> Iterator[T
         raise error
 
 
-def _smallest(scenario: Scenario, topology: Topology) -> Simulation | None:
+def _smallest(scenario: Scenario, topology: Topology, tell: Callable[[], object]) -> Simulation | None:
     """None: not even as many replicas as there may be keep the goals."""
     most = MOST_DEVICES // topology.replica_size
     scenario = replace(scenario, token_budget=SEARCH_BUDGET)
 
     def tried(number: int) -> Simulation | None:
-        return simulate_if_kept(scenario.with_topology(replace(topology, data_size=number)))
+        found = simulate_if_kept(scenario.with_topology(replace(topology, data_size=number)))
+        tell()
+        return found
 
     low, high = 0, 1  # low does not hold (or is none)
     while (best := tried(high)) is None:

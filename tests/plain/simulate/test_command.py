@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -57,6 +58,18 @@ def test_devices_are_searched_for(model: str, capsys: pytest.CaptureFixture[str]
     assert status == 0 and result["attainment"] >= 0.99 and 1 <= result["num_devices"] < 30
     status, _, err = run(capsys, *(a if a != "60" else "0.001" for a in arguments))
     assert status == 1 and "no topology of up to 10,000 devices keeps these goals" in err
+
+
+def test_a_terminal_shows_how_many_simulations_have_ended(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, search = (*LOAD, "50", "100"), ("--find-devices", "--slo-ttft-ms", "60", "-tp", "1", *LOAD, "800")
+    for arguments, shown in ((rates, "2/2 "), (search, " simulations")):
+        assert run(capsys, "--model", model, *arguments)[2] == ""  # not a terminal
+        with monkeypatch.context() as terminal:
+            terminal.setattr(type(sys.stderr), "isatty", lambda self: True)
+            assert shown in run(capsys, "--model", model, *arguments)[2]
+            assert run(capsys, "--model", model, "--disable-tqdm", *arguments)[2] == ""
 
 
 def test_a_trace_is_replayed(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
