@@ -24,8 +24,8 @@ def find_smallest(
 ) -> list[Simulation]:
     """One result per size of a replica that can hold the model and keeps the goals, fewest devices first. `tell` is
     called after each simulation."""
-    found = (_smallest(scenario, topology, tell) for topology in _candidates(scenario, tensor_sizes))
-    return sorted(filter(None, found), key=lambda result: result.scenario.topology.num_devices)
+    results = (_smallest(scenario, topology, tell) for topology in _candidates(scenario, tensor_sizes))
+    return sorted(filter(None, results), key=lambda result: result.scenario.topology.num_devices)
 
 
 def _candidates(scenario: Scenario, tensor_sizes: tuple[int, ...]) -> Iterator[Topology]:
@@ -55,9 +55,9 @@ def _smallest(scenario: Scenario, topology: Topology, tell: Callable[[], object]
     scenario = replace(scenario, token_budget=SEARCH_BUDGET)
 
     def tried(number: int) -> Simulation | None:
-        found = simulate_if_kept(scenario.with_topology(replace(topology, data_size=number)))
+        result = simulate_if_kept(scenario.with_topology(replace(topology, data_size=number)))
         tell()
-        return found
+        return result
 
     low, high = 0, 1  # low does not hold (or is none)
     while (best := tried(high)) is None:
@@ -66,8 +66,8 @@ def _smallest(scenario: Scenario, topology: Topology, tell: Callable[[], object]
             return None
     while high - low > max(1, high // COARSE):
         middle = (low + high) // 2
-        if (found := tried(middle)) is None:
+        if (result := tried(middle)) is None:
             low = middle
         else:
-            high, best = middle, found
+            high, best = middle, result
     return best
